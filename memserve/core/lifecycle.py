@@ -1,0 +1,683 @@
+"""The life of one request as a pure state machine: `step(event)` → actions.
+
+Collaborators: `scheduler.py` places the request, feeds it the workers' events and carries the
+actions out; `messages.py` has the commands and a picture of their order. The paper: section 5.
+
+Phases of a request that prefills on P and decodes on D::
+
+    UNPLACED ──place──▶ PREFILL ──first token──▶ HANDOFF ──KV sent, or given up──▶ DECODE
+        ▲                  │                        │                                │
+        └── instance lost ─┴────────────────────────┴────────────────────────────────┤
+                                                                                     ▼
+                              ENDED ◀── link quiet ── DRAIN      RETURN ◀── finished, D gives KV back
+                                ▲                       ▲           │
+                                └───────────────────────┴───────────┘
+
+A request that runs whole on one instance knows only UNPLACED, PREFILL, DRAIN and ENDED. RETURN and
+DRAIN come after the client has its last token (or has gone): they only give back what is held.
+
+Rules that every path obeys:
+- the client's stream ends exactly once: by a final delivery, by `Fail`, or by its own cancel;
+- a reservation ends by `Commit` after `Sent`, or by `Cancel` once the sender is known to be quiet:
+  it answered, it is dead, or it was never told to send;
+- whoever knows the request (its tokens, its pins) is told to forget it before the end;
+- events of other attempts, transfers or instances change nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeAlias
+
+import msgspec
+
+from memserve.core.delivery import Delivery
+from memserve.messages import (
+    Abort,
+    Allocate,
+    Allocated,
+    AnyCommand,
+    Cancel,
+    Commit,
+    Decode,
+    Expired,
+    Finished,
+    Inserted,
+    InsertFailed,
+    Prefill,
+    Refused,
+    Rejected,
+    Sent,
+    Started,
+    TokenOutput,
+    Transmit,
+    TransmitFailed,
+)
+from memserve.types import Direction, InstanceId, RequestId, TransferId
+
+
+class Phase(enum.Enum):
+    """See the module's picture."""
+
+    UNPLACED = "unplaced"
+    PREFILL = "prefill"
+    HANDOFF = "handoff"
+    DECODE = "decode"
+    RETURN = "return"
+    DRAIN = "drain"
+    ENDED = "ended"
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """One life of an instance."""
+
+    instance: InstanceId
+    epoch: int
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Where a request runs. Without `decode` it runs whole on `first`."""
+
+    first: Seat
+    decode: Seat | None
+    first_is_private: bool
+    """The first instance keeps nothing for later requests."""
+    decode_is_private: bool
+    returns: bool
+    """D gives the KV of generated tokens back."""
+
+
+class RequestSpec(msgspec.Struct, frozen=True):
+    """What the lifecycle has to know of a request."""
+
+    id: RequestId
+    prompt_token_ids: list[int]
+    request: bytes
+    """vLLM's `EngineCoreRequest` without the prompt's tokens, opaque here."""
+    max_tokens: int
+    """Tokens to generate at most, at least 1 (the context's limit is already in it)."""
+    resample: bool
+    """D must sample the first token itself: grammars, penalties, `min_tokens` and seeds depend on
+    the generated tokens, and D would take P's token for a part of the prompt."""
+    cache_salt: str | None
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Settings that are the same for all requests."""
+
+    block_size: int
+    max_attempts: int
+    """How often a request is placed at most."""
+    reservation_s: float
+
+
+# What `step` asks of the scheduler.
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send a command to an instance."""
+
+    instance: InstanceId
+    command: AnyCommand
+
+
+class Deliver(msgspec.Struct, frozen=True):
+    """Pass the output that is being processed on to the client."""
+
+    delivery: Delivery
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """End the client's stream with an error."""
+
+    message: str
+
+
+class PlaceAgain(msgspec.Struct, frozen=True):
+    """Call `place` with a new plan, or `give_up`."""
+
+    reason: str
+
+
+class Learned(msgspec.Struct, frozen=True):
+    """The instance holds the KV of the first `num_tokens` of the request's tokens."""
+
+    instance: InstanceId
+    num_tokens: int
+
+
+class Note(msgspec.Struct, frozen=True):
+    """A line for the request's timeline."""
+
+    name: str
+    instance: InstanceId | None = None
+    detail: dict[str, str | int | float] = {}
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """Nothing is held anywhere; no event matters any more."""
+
+
+Action: TypeAlias = Send | Deliver | Fail | PlaceAgain | Learned | Note | Ended
+
+
+# What comes in besides the workers' events.
+
+
+class ClientCancelled(msgspec.Struct, frozen=True):
+    """The client went away, or its time is over."""
+
+
+class StopSeen(msgspec.Struct, frozen=True):
+    """The front end found a stop string: the client's stream is complete."""
+
+
+class InstanceLost(msgspec.Struct, frozen=True):
+    """This life of the instance is over, and its process is gone."""
+
+    seat: Seat
+
+
+class Output(msgspec.Struct, frozen=True):
+    """One `TokenOutput`, with where it came from."""
+
+    instance: InstanceId
+    output: TokenOutput
+
+
+WorkerEvent: TypeAlias = (
+    Started
+    | Finished
+    | Rejected
+    | Allocated
+    | Refused
+    | Expired
+    | Sent
+    | TransmitFailed
+    | Inserted
+    | InsertFailed
+)
+AnyInput: TypeAlias = WorkerEvent | Output | ClientCancelled | StopSeen | InstanceLost
+
+
+class TransferState(enum.Enum):
+    """Of one direction."""
+
+    ASKED = "asked"
+    """`Allocate` is out; nobody may write."""
+    ORDERED = "ordered"
+    """`Transmit` is out; the sender may be writing."""
+    CANCELLING = "cancelling"
+    """The sender was told to stop, and has not answered."""
+    SENT = "sent"
+    """`Commit` is out."""
+
+
+class _Transfer(msgspec.Struct):
+    id: TransferId
+    direction: Direction
+    sender: Seat
+    receiver: Seat
+    state: TransferState = TransferState.ASKED
+
+
+class RequestLifecycle:
+    """One request, from its first placement until nobody holds anything for it."""
+
+    def __init__(self, spec: RequestSpec, limits: Limits) -> None:
+        self.spec = spec
+        self.phase = Phase.UNPLACED
+        self.attempt = 0
+        self.plan: Plan | None = None
+        self.generated: list[int] = []
+        self.cached_tokens: int | None = None
+        """Prompt tokens that the first prefill found in a cache."""
+        self.is_client_done = False
+        self._limits = limits
+        self._known: dict[Seat, int] = {}
+        """Who has to forget the request, and how many of its tokens they were told."""
+        self._transfer: _Transfer | None = None
+        self._prefill_kv_is_gone = False
+        """No `Sent` will come for this attempt: D has to compute the prompt itself."""
+
+    # ── what the scheduler calls ──────────────────────────────────────────────────────────────
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and what was generated so far (a new list)."""
+        return self.spec.prompt_token_ids + self.generated
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.spec.max_tokens - len(self.generated)
+
+    def place(self, plan: Plan) -> list[Action]:
+        """Start (again) on these instances. Only while UNPLACED."""
+        assert self.phase is Phase.UNPLACED, self.phase
+        if plan.decode is not None and self.remaining_tokens == 1:
+            plan = msgspec.structs.replace(plan, decode=None, returns=False)
+        self.plan = plan
+        self.attempt += 1
+        self.phase = Phase.PREFILL
+        self._prefill_kv_is_gone = False
+        self._known[plan.first] = len(self.token_ids)
+        command = Prefill(
+            epoch=plan.first.epoch,
+            request_id=self.spec.id,
+            attempt=self.attempt,
+            request=self.spec.request,
+            prompt_token_ids=self.token_ids,
+            whole=plan.decode is None,
+            hold=plan.decode is not None,
+            is_private=plan.first_is_private,
+            resample=self.spec.resample and plan.decode is not None,
+            num_generated=len(self.generated),
+        )
+        return [Send(plan.first.instance, command)]
+
+    def give_up(self, message: str) -> list[Action]:
+        """No place was found. Only while UNPLACED."""
+        assert self.phase is Phase.UNPLACED, self.phase
+        return [*self._fail(message), *self._end_if_quiet()]
+
+    def step(self, event: AnyInput) -> list[Action]:
+        """Take one event; the actions are to be carried out in order.
+
+        Mutates this lifecycle. Every event is valid in every phase; what does not concern the
+        current attempt changes nothing.
+        """
+        if self.phase is Phase.ENDED:
+            return []
+        actions = self._dispatch(event)
+        return [*actions, *self._end_if_quiet()]
+
+    def check_integrity(self) -> None:
+        """Raises: AssertionError if the state contradicts itself."""
+        if self.phase is Phase.ENDED:
+            assert self.is_client_done
+            assert not self._known and self._transfer is None
+        if self.phase in (Phase.RETURN, Phase.DRAIN):
+            assert self.is_client_done
+        if self.phase in (Phase.PREFILL, Phase.HANDOFF, Phase.DECODE):
+            assert self.plan is not None and not self.is_client_done
+        if self.phase in (Phase.HANDOFF, Phase.DECODE):
+            assert self.plan is not None and self.plan.decode is not None
+            assert self.plan.decode in self._known
+        if self.phase is Phase.UNPLACED:
+            assert self._transfer is None and not self._known
+        assert len(self.generated) <= self.spec.max_tokens
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────
+
+    def _dispatch(self, event: AnyInput) -> list[Action]:
+        match event:
+            case Output():
+                return self._on_output(event.instance, event.output)
+            case Started() if event.attempt == self.attempt:
+                return self._on_started(event)
+            case Finished() if event.attempt == self.attempt:
+                return self._on_finished(event)
+            case Rejected() if event.attempt == self.attempt:
+                return self._on_rejected(event)
+            case ClientCancelled():
+                return self._on_cancelled()
+            case StopSeen():
+                return self._on_stop_seen()
+            case InstanceLost():
+                return self._on_instance_lost(event.seat)
+            case Started() | Finished() | Rejected():
+                return []
+        if self._transfer is None or event.transfer_id != self._transfer.id:
+            return []
+        return self._on_transfer_event(self._transfer, event)
+
+    def _on_started(self, event: Started) -> list[Action]:
+        plan = self._running_plan()
+        if plan is None:
+            return []
+        note = Note("started", event.instance, {"cached_tokens": event.cached_tokens})
+        if event.instance != plan.first.instance or self.phase is not Phase.PREFILL:
+            return [note]
+        if self.cached_tokens is None:
+            self.cached_tokens = event.cached_tokens
+        if plan.decode is None:
+            return [note]
+        return [note, *self._ask(Direction.FORWARD, plan.first, plan.decode, self.token_ids)]
+
+    def _on_output(self, instance: InstanceId, output: TokenOutput) -> list[Action]:
+        plan = self._running_plan()
+        if plan is None or output.attempt != self.attempt:
+            return []
+        if output.finish_reason in ("error", "abort"):
+            return [*self._fail(f"instance {instance} gave up the request"), *self._release_all()]
+        if instance == plan.first.instance and self.phase is Phase.PREFILL:
+            return self._on_prefill_output(plan, output)
+        if (
+            plan.decode is not None
+            and instance == plan.decode.instance
+            and self.phase is Phase.DECODE
+        ):
+            return self._pass_on(output, says_prompt=False)
+        return []
+
+    def _on_prefill_output(self, plan: Plan, output: TokenOutput) -> list[Action]:
+        if plan.decode is None:
+            return self._pass_on(output, says_prompt=True)
+        if output.finish_reason is None:  # the prompt's logprobs, ahead of the first token
+            return [Deliver(Delivery(tokens=False, final=False, prompt=True))]
+        if self.spec.resample:
+            delivery = Delivery(tokens=False, final=False, prompt=True)
+            return [Deliver(delivery), *self._hand_off(plan.decode)]
+        self.generated += output.token_ids
+        if output.finish_reason != "length":
+            self.is_client_done = True
+            delivery = Delivery(tokens=True, final=True, prompt=True)
+            return [Deliver(delivery), *self._release_all()]
+        delivery = Delivery(tokens=True, final=False, prompt=True)
+        return [Deliver(delivery), *self._hand_off(plan.decode)]
+
+    def _pass_on(self, output: TokenOutput, *, says_prompt: bool) -> list[Action]:
+        """An output of the instance that runs the request to its end."""
+        final = output.finish_reason is not None
+        self.generated += output.token_ids
+        if final:
+            self.is_client_done = True
+            self.phase = Phase.DRAIN
+        return [Deliver(Delivery(tokens=True, final=final, prompt=says_prompt))]
+
+    def _on_finished(self, event: Finished) -> list[Action]:
+        plan = self.plan
+        assert plan is not None
+        if event.instance == plan.first.instance:
+            learned = self._learned(plan.first, len(self.spec.prompt_token_ids))
+            if plan.decode is None and self.phase is Phase.DRAIN:
+                return [*learned, *self._release_all()]
+            return learned
+        if self.phase is not Phase.DRAIN or plan.decode not in self._known:
+            return []
+        assert plan.decode is not None
+        learned = self._learned(plan.decode, event.held_tokens)
+        return [*learned, *self._give_back(plan.first, plan.decode, event.held_tokens)]
+
+    def _on_rejected(self, event: Rejected) -> list[Action]:
+        if self._running_plan() is None:
+            return []
+        self._known.pop(self._seat(event.instance), None)
+        return [*self._fail(event.message), *self._release_all()]
+
+    def _on_cancelled(self) -> list[Action]:
+        if self.is_client_done:
+            return []
+        self.is_client_done = True
+        return [Note("cancelled"), *self._release_all()]
+
+    def _on_stop_seen(self) -> list[Action]:
+        if self.is_client_done:
+            return []
+        self.is_client_done = True
+        plan = self.plan
+        if self.phase is not Phase.DECODE or plan is None or not plan.returns:
+            return [Note("stop string"), *self._release_all()]
+        assert plan.decode is not None
+        self.phase = Phase.DRAIN
+        abort = Abort(epoch=plan.decode.epoch, request_id=self.spec.id, hold=True)
+        return [Note("stop string"), Send(plan.decode.instance, abort)]
+
+    def _on_instance_lost(self, seat: Seat) -> list[Action]:
+        plan = self.plan
+        if plan is None or seat not in (plan.first, plan.decode):
+            return []
+        self._known.pop(seat, None)
+        transfer_actions = self._on_transfer_end_lost(seat)
+        if self.is_client_done:
+            return [*transfer_actions, *self._release_all()]
+        if seat == plan.first and self.phase is Phase.HANDOFF:
+            assert plan.decode is not None
+            return [*transfer_actions, *self._decode_cold(plan.decode)]
+        if seat == plan.first and self.phase is Phase.DECODE:
+            return transfer_actions
+        return [*transfer_actions, *self._place_again(seat)]
+
+    def _place_again(self, lost: Seat) -> list[Action]:
+        reason = f"instance {lost.instance} was lost"
+        if self.attempt >= self._limits.max_attempts:
+            return [*self._fail(f"{reason}, at attempt {self.attempt}"), *self._release_all()]
+        if self.spec.resample and self.generated:
+            return [*self._fail(f"{reason} in mid-generation"), *self._release_all()]
+        actions = self._release_all()
+        self.phase = Phase.UNPLACED
+        self.plan = None
+        return [*actions, Note("lost", lost.instance), PlaceAgain(reason)]
+
+    # ── transfers ─────────────────────────────────────────────────────────────────────────────
+
+    def _ask(
+        self, direction: Direction, sender: Seat, receiver: Seat, token_ids: list[int]
+    ) -> list[Action]:
+        plan = self.plan
+        assert plan is not None and self._transfer is None
+        is_private = plan.decode_is_private if direction is Direction.FORWARD else False
+        transfer_id = TransferId(f"{self.spec.id}/{direction.value}/{self.attempt}")
+        self._transfer = _Transfer(transfer_id, direction, sender, receiver)
+        known = min(self._known.get(receiver, 0), len(token_ids))
+        self._known[receiver] = max(known, len(token_ids))
+        command = Allocate(
+            epoch=receiver.epoch,
+            transfer_id=transfer_id,
+            request_id=self.spec.id,
+            known_tokens=known,
+            token_ids=token_ids[known:],
+            cache_salt=self.spec.cache_salt,
+            is_private=is_private,
+            deadline_s=self._limits.reservation_s,
+        )
+        return [Send(receiver.instance, command)]
+
+    def _on_transfer_event(
+        self,
+        transfer: _Transfer,
+        event: Allocated | Refused | Expired | Sent | TransmitFailed | Inserted | InsertFailed,
+    ) -> list[Action]:
+        state = transfer.state
+        match event:
+            case Allocated() if state is TransferState.ASKED:
+                return self._order(transfer, event)
+            case Refused() if state is TransferState.ASKED:
+                self._transfer = None
+                note = Note("refused", event.instance, {"reason": event.reason})
+                return [note, *self._without_transfer(transfer)]
+            case Sent() if state in (TransferState.ORDERED, TransferState.CANCELLING):
+                return self._on_sent(transfer, event)
+            case TransmitFailed() if state in (TransferState.ORDERED, TransferState.CANCELLING):
+                self._transfer = None
+                note = Note("transmit failed", event.instance, {"reason": event.reason})
+                cancel = self._cancel_at(transfer.receiver, transfer.id)
+                return [note, *cancel, *self._without_transfer(transfer)]
+            case Inserted() if state is TransferState.SENT:
+                return self._on_inserted(transfer, event)
+            case InsertFailed() if state is TransferState.SENT:
+                self._transfer = None
+                note = Note("insert failed", event.instance, {"reason": event.reason})
+                return [note, *self._after_insert(transfer)]
+            case Expired() if state is TransferState.ORDERED:
+                return self._on_expired(transfer)
+        return []
+
+    def _order(self, transfer: _Transfer, event: Allocated) -> list[Action]:
+        transfer.state = TransferState.ORDERED
+        command = Transmit(
+            epoch=transfer.sender.epoch,
+            transfer_id=transfer.id,
+            request_id=self.spec.id,
+            peer=transfer.receiver.instance,
+            first_block=event.hit_blocks,
+            block_ids=event.block_ids,
+        )
+        detail: dict[str, str | int | float] = {
+            "hit_blocks": event.hit_blocks,
+            "blocks": len(event.block_ids),
+        }
+        note = Note("allocated", event.instance, detail)
+        return [note, Send(transfer.sender.instance, command)]
+
+    def _on_sent(self, transfer: _Transfer, event: Sent) -> list[Action]:
+        note = Note(
+            "sent",
+            event.instance,
+            {"blocks": event.num_blocks, "bytes": event.size_bytes, "seconds": event.seconds},
+        )
+        is_wanted = not self.is_client_done or self.phase is Phase.RETURN
+        if transfer.state is TransferState.CANCELLING or not is_wanted:
+            self._transfer = None
+            cancel = self._cancel_at(transfer.receiver, transfer.id)
+            return [note, *cancel, *self._without_transfer(transfer)]
+        transfer.state = TransferState.SENT
+        is_forward = transfer.direction is Direction.FORWARD
+        commit = Commit(
+            epoch=transfer.receiver.epoch,
+            transfer_id=transfer.id,
+            size_bytes=event.size_bytes,
+            pin=is_forward,
+        )
+        actions: list[Action] = [note, Send(transfer.receiver.instance, commit)]
+        return [*actions, *self._decode(transfer.receiver)] if is_forward else actions
+
+    def _on_inserted(self, transfer: _Transfer, event: Inserted) -> list[Action]:
+        self._transfer = None
+        note = Note("inserted", event.instance, {"tokens": event.num_tokens})
+        learned = self._learned(transfer.receiver, event.num_tokens)
+        return [note, *learned, *self._after_insert(transfer)]
+
+    def _on_expired(self, transfer: _Transfer) -> list[Action]:
+        """The receiver asks whether its reservation is still wanted."""
+        note = Note("reservation expired", transfer.receiver.instance)
+        if self.phase is Phase.PREFILL:  # the prompt is still being computed: it is
+            return [note]
+        transfer.state = TransferState.CANCELLING
+        return [note, *self._cancel_at(transfer.sender, transfer.id)]
+
+    def _without_transfer(self, transfer: _Transfer) -> list[Action]:
+        """The transfer has ended without bringing anything."""
+        if self.is_client_done:
+            return self._release_all()
+        self._prefill_kv_is_gone = True
+        if self.phase is not Phase.HANDOFF:
+            return []
+        return self._decode_cold(transfer.receiver)
+
+    def _after_insert(self, transfer: _Transfer) -> list[Action]:
+        if transfer.direction is Direction.BACK or self.phase is Phase.RETURN:
+            return self._release_all()
+        return []
+
+    def _on_transfer_end_lost(self, lost: Seat) -> list[Action]:
+        """One end of the open transfer died: nobody writes any more."""
+        transfer = self._transfer
+        if transfer is None or lost not in (transfer.sender, transfer.receiver):
+            return []
+        if transfer.state is TransferState.SENT and lost == transfer.sender:
+            return []  # the bytes are there; the receiver inserts them
+        self._transfer = None
+        other = transfer.receiver if lost == transfer.sender else transfer.sender
+        return self._cancel_at(other, transfer.id)
+
+    def _cancel_at(self, seat: Seat, transfer_id: TransferId) -> list[Action]:
+        return [Send(seat.instance, Cancel(epoch=seat.epoch, transfer_id=transfer_id))]
+
+    # ── decode, return, release ───────────────────────────────────────────────────────────────
+
+    def _hand_off(self, decode: Seat) -> list[Action]:
+        """P has finished; D starts when the KV is there, or at once if it will not come."""
+        self.phase = Phase.HANDOFF
+        self._known.setdefault(decode, 0)
+        return self._decode_cold(decode) if self._prefill_kv_is_gone else []
+
+    def _decode_cold(self, decode: Seat) -> list[Action]:
+        """D computes the prompt itself; P's pin has no more use."""
+        assert self.plan is not None
+        return [*self._release(self.plan.first), *self._decode(decode)]
+
+    def _decode(self, decode: Seat) -> list[Action]:
+        plan = self.plan
+        assert plan is not None
+        self.phase = Phase.DECODE
+        token_ids = self.token_ids
+        known = min(self._known.get(decode, 0), len(token_ids))
+        self._known[decode] = len(token_ids)
+        command = Decode(
+            epoch=decode.epoch,
+            request_id=self.spec.id,
+            attempt=self.attempt,
+            request=self.spec.request,
+            known_tokens=known,
+            token_ids=token_ids[known:],
+            num_generated=len(self.generated),
+            hold=plan.returns,
+            is_private=plan.decode_is_private,
+        )
+        return [Send(decode.instance, command)]
+
+    def _give_back(self, first: Seat, decode: Seat, held_tokens: int) -> list[Action]:
+        """The request has ended on D, whose KV of `held_tokens` tokens is pinned."""
+        assert self.plan is not None
+        block_size = self._limits.block_size
+        full_tokens = held_tokens // block_size * block_size
+        is_new = full_tokens > len(self.spec.prompt_token_ids)
+        is_possible = self.plan.returns and first in self._known and self._transfer is None
+        if not (is_new and is_possible):
+            return self._release_all()
+        self.phase = Phase.RETURN
+        return self._ask(Direction.BACK, decode, first, self.token_ids[:full_tokens])
+
+    def _release(self, seat: Seat) -> list[Action]:
+        if self._known.pop(seat, None) is None:
+            return []
+        return [Send(seat.instance, Abort(epoch=seat.epoch, request_id=self.spec.id))]
+
+    def _release_all(self) -> list[Action]:
+        """Everybody forgets the request; an open transfer ends as its state allows."""
+        if self.phase is not Phase.UNPLACED:
+            self.phase = Phase.DRAIN
+        actions: list[Action] = []
+        transfer = self._transfer
+        if transfer is not None and transfer.state is TransferState.ASKED:
+            self._transfer = None
+            actions += self._cancel_at(transfer.receiver, transfer.id)
+        elif transfer is not None and transfer.state is TransferState.ORDERED:
+            transfer.state = TransferState.CANCELLING
+        elif transfer is not None and transfer.state is TransferState.SENT:
+            self._transfer = None  # the receiver inserts, and history needs no owner
+        for seat in list(self._known):  # makes a sender answer its Transmit
+            actions += self._release(seat)
+        return actions
+
+    def _fail(self, message: str) -> list[Action]:
+        if self.is_client_done:
+            return []
+        self.is_client_done = True
+        return [Fail(message)]
+
+    def _end_if_quiet(self) -> list[Action]:
+        if not self.is_client_done or self._known or self._transfer is not None:
+            return []
+        self.phase = Phase.ENDED
+        return [Ended()]
+
+    # ── small helpers ─────────────────────────────────────────────────────────────────────────
+
+    def _running_plan(self) -> Plan | None:
+        """The plan, while the client waits for tokens."""
+        return None if self.is_client_done else self.plan
+
+    def _seat(self, instance: InstanceId) -> Seat:
+        assert self.plan is not None
+        if self.plan.decode is not None and self.plan.decode.instance == instance:
+            return self.plan.decode
+        return self.plan.first
+
+    def _learned(self, seat: Seat, num_tokens: int) -> list[Action]:
+        """What the prompt tree may believe of this instance."""
+        assert self.plan is not None
+        is_first = seat == self.plan.first
+        is_private = self.plan.first_is_private if is_first else self.plan.decode_is_private
+        return [] if is_private or num_tokens <= 0 else [Learned(seat.instance, num_tokens)]

@@ -1,0 +1,102 @@
+"""What the cluster looks like at one moment: the structs behind `/v1/status`, `top` and `status`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memserve.messages import PoolStats
+from memserve.types import InstanceId, InstanceState, RequestId, Role
+
+
+class InstanceStatus(msgspec.Struct, frozen=True):
+    """One instance. `stats` is its last report; None until it is ready."""
+
+    id: InstanceId
+    role: Role
+    state: InstanceState
+    epoch: int
+    pid: int | None
+    restarts: int
+    stats: PoolStats | None
+    stats_age_s: float | None
+    queued_tokens: int
+    """Prompt tokens placed here and not yet computed, as the scheduler counts them."""
+    running_requests: int
+    """Requests placed here that have not ended, as the scheduler counts them."""
+    error: str | None = None
+
+
+class LinkStatus(msgspec.Struct, frozen=True):
+    """One direction between two instances."""
+
+    source: InstanceId
+    target: InstanceId
+    kind: str
+    transfers: int
+    failures: int
+    blocks: int
+    size_bytes: int
+    seconds: float
+    """Time spent sending."""
+
+
+class Counters(msgspec.Struct, frozen=True):
+    """Since the start of the orchestrator."""
+
+    submitted: int
+    running: int
+    waiting: int
+    """Not placed yet: no instance of a needed role is ready."""
+    finished: int
+    cancelled: int
+    failed: int
+    replaced: int
+    """Placed again after an instance was lost."""
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The whole cluster."""
+
+    model: str
+    mode: str
+    caching: str
+    device: str
+    is_ready: bool
+    uptime_s: float
+    instances: list[InstanceStatus]
+    links: list[LinkStatus]
+    counters: Counters
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One line of a request's timeline."""
+
+    name: str
+    at_s: float
+    """Seconds since the request was submitted."""
+    instance: InstanceId | None = None
+    detail: dict[str, str | int | float] = {}
+
+
+class RequestTimeline(msgspec.Struct, frozen=True):
+    """What happened to one request (`GET /v1/requests/{id}`)."""
+
+    id: RequestId
+    state: str
+    """running, finished, cancelled or failed."""
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int | None
+    steps: list[Step]
+
+
+class AuditReport(msgspec.Struct, frozen=True):
+    """One instance's answer to an audit."""
+
+    instance: InstanceId
+    stats: PoolStats
+    problems: list[str]
+    holders: list[str]

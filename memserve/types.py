@@ -1,0 +1,117 @@
+"""Names shared by every part of MemServe: ids, enums, and the geometry of a KV cache.
+
+Imports nothing of the project. Ids are `NewType`s, so that a request id cannot be passed where an
+instance id is meant.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NewType
+
+import msgspec
+
+RequestId = NewType("RequestId", str)
+"""Minted once by the front end, unique for the life of the cluster."""
+
+InstanceId = NewType("InstanceId", str)
+"""`P0`, `D1`, `PD0`: the role and a number, the same over all lives of the instance."""
+
+TransferId = NewType("TransferId", str)
+"""Minted by the lifecycle: the request id and the direction (see `Direction`)."""
+
+BlockId = NewType("BlockId", int)
+"""Index of a KV block in an instance's pool."""
+
+
+class Role(enum.Enum):
+    """What an instance does for a request."""
+
+    PREFILL = "P"
+    DECODE = "D"
+    COLOCATED = "PD"
+
+
+class Caching(enum.Enum):
+    """The paper's four milestones of context caching under disaggregation (section 5)."""
+
+    NONE = "none"
+    """PD-Basic: nothing is kept between requests."""
+    PREFILL = "prefill"
+    """PD-Caching-1: P keeps the prompts it computed."""
+    DECODE = "decode"
+    """PD-Caching-2: D keeps them too, with what it generated; only what D lacks is sent."""
+    FULL = "full"
+    """PD-Caching-3: D also gives the KV of generated tokens back to P."""
+
+    @property
+    def prefill_keeps(self) -> bool:
+        return self is not Caching.NONE
+
+    @property
+    def decode_keeps(self) -> bool:
+        return self in (Caching.DECODE, Caching.FULL)
+
+    @property
+    def decode_returns(self) -> bool:
+        return self is Caching.FULL
+
+
+class Direction(enum.Enum):
+    """Which way a request's KV travels."""
+
+    FORWARD = "forward"
+    """P → D: the prompt's KV."""
+    BACK = "back"
+    """D → P: the prompt's and the generated tokens' KV, when the request has ended."""
+
+
+class InstanceState(enum.Enum):
+    """Membership, as the cluster manager sees it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+    FAILED = "failed"
+    """Lost, and not started again: it died too often."""
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """How one rank's KV cache lies in one contiguous buffer.
+
+    Page `l` of block `b` (K and V of layer `l`, `page_bytes` long) starts at byte
+    `layer_offsets[l] + b * block_stride`. In a block-first layout the pages of a block touch each
+    other: an aggregated block, which travels as one piece.
+    """
+
+    model: str
+    dtype: str
+    block_size: int
+    """Tokens in a block."""
+    num_blocks: int
+    num_kv_heads: int
+    """Heads on this rank."""
+    page_bytes: int
+    block_stride: int
+    layer_offsets: tuple[int, ...]
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_offsets)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of this rank."""
+        return self.page_bytes * self.num_layers
+
+    @property
+    def is_aggregated(self) -> bool:
+        """Whether the pages of a block are contiguous (one copy moves a block)."""
+        first = self.layer_offsets[0]
+        return self.block_stride == self.block_bytes and all(
+            offset == first + layer * self.page_bytes
+            for layer, offset in enumerate(self.layer_offsets)
+        )
