@@ -97,6 +97,6 @@ class AuditReport(msgspec.Struct, frozen=True):
     """One instance's answer to an audit."""
 
     instance: InstanceId
-    stats: PoolStats
+    stats: PoolStats | None
     problems: list[str]
     holders: list[str]

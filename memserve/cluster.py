@@ -1,0 +1,532 @@
+"""The cluster manager: brings instances up, notices their ends, and tells everybody.
+
+Collaborators: the zygote (`workers/zygote.py`) forks the workers and reports their exits over a
+socket pair; workers report themselves over the hub (`channel.py`); the scheduler is told which
+instances it can use. The paper: section 4.4.
+
+Life of an instance::
+
+    STARTING ──Ready, links open──▶ READY ──exit, or no heartbeat──▶ LOST ──▶ STARTING (next epoch)
+        └────────────── too late, or died too often ──────────────▶ FAILED
+
+An instance is called lost only when its process is gone: then nobody writes any memory in its name,
+and blocks that it might have written can be freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from memserve.core.lifecycle import Seat
+from memserve.errors import ProtocolError, StartError
+from memserve.messages import (
+    PROTOCOL_VERSION,
+    AnyCommand,
+    Audit,
+    Audited,
+    Heartbeat,
+    LinkReady,
+    PeerJoined,
+    PeerLost,
+    PoolStats,
+    Ready,
+    StartFailed,
+    Stop,
+)
+from memserve.status import AuditReport, InstanceStatus
+from memserve.types import InstanceId, InstanceState, Role
+from memserve.workers.spec import (
+    Exited,
+    Fork,
+    Forked,
+    Imported,
+    Kill,
+    WorkerSpec,
+    read_notice,
+    write_request,
+)
+
+logger = logging.getLogger(__name__)
+
+_STOP_GRACE_S = 5.0
+"""From `Stop` to SIGKILL."""
+_LOG_TAIL_LINES = 12
+
+
+class ClusterSettings(msgspec.Struct, frozen=True):
+    """The cluster manager's part of the configuration."""
+
+    start_timeout_s: float
+    heartbeat_timeout_s: float
+    max_restarts: int
+    restart_window_s: float
+    audit_timeout_s: float = 10.0
+
+
+class Members(Protocol):
+    """Whoever has to know the membership: the scheduler."""
+
+    def configure(self, block_size: int) -> None: ...
+    def instance_ready(self, seat: Seat) -> None: ...
+    def instance_lost(self, seat: Seat, *, returns: bool) -> None: ...
+    def load(self, instance: InstanceId) -> tuple[int, int]: ...
+
+
+class Watcher(Protocol):
+    """Whoever shows people how the instances come up (`progress.py`)."""
+
+    def instance(self, id: InstanceId, text: str, state: InstanceState) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+class _Instance(msgspec.Struct):
+    id: InstanceId
+    role: Role
+    state: InstanceState = InstanceState.LOST
+    epoch: int = 0
+    pid: int | None = None
+    pidfd: int | None = None
+    started_at: float = 0.0
+    last_seen: float = 0.0
+    ready: Ready | None = None
+    stats: PoolStats | None = None
+    error: str | None = None
+    restarts: int = 0
+    lost_at: list[float] = []
+    awaited_links: set[tuple[InstanceId, InstanceId]] = set()
+    """Links (source, target) that must be open before the instance is announced."""
+
+    @property
+    def seat(self) -> Seat:
+        return Seat(self.id, self.epoch)
+
+    @property
+    def is_up(self) -> bool:
+        return self.ready is not None
+
+
+class ClusterManager:
+    """Membership of one machine's instances."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        roles: Mapping[InstanceId, Role],
+        make_spec: Callable[[InstanceId, Role, int], WorkerSpec],
+        *,
+        run_dir: Path,
+        environment: Mapping[str, str],
+        members: Members,
+        send: Callable[[Seat, AnyCommand], None],
+        watcher: Watcher,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._instances = {id: _Instance(id, role) for id, role in roles.items()}
+        self._make_spec = make_spec
+        self._run_dir = run_dir
+        self._environment = dict(environment)
+        self._members = members
+        self._send = send
+        self._watcher = watcher
+        self._clock = clock
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._changed = asyncio.Event()
+        self._link_kinds: dict[tuple[InstanceId, InstanceId], str] = {}
+        self._audits: dict[tuple[int, InstanceId], asyncio.Future[Audited]] = {}
+        self._next_audit = 0
+        self._has_started = False
+        self._is_stopping = False
+
+    # ── start ─────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        """Bring all instances up.
+
+        Raises: StartError naming the instance that could not start, with what it said.
+        """
+        await self._start_zygote()
+        for instance in self._instances.values():
+            self._fork(instance)
+        deadline = self._clock() + self._settings.start_timeout_s
+        while not all(i.state is InstanceState.READY for i in self._instances.values()):
+            self._raise_start_error()
+            await self._wait_for_change(deadline)
+        self._has_started = True
+
+    async def _wait_for_change(self, deadline: float) -> None:
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - self._clock()))
+        except TimeoutError:
+            late = [i.id for i in self._instances.values() if i.state is not InstanceState.READY]
+            seconds = self._settings.start_timeout_s
+            raise StartError(
+                f"not ready after {seconds:g} s (cluster.start_timeout_s): {', '.join(late)}"
+            ) from None
+
+    def _raise_start_error(self) -> None:
+        for instance in self._instances.values():
+            if instance.error is not None:
+                raise StartError(f"{instance.id} could not start: {instance.error}")
+
+    async def _start_zygote(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs, (self._run_dir / "zygote.log").open("ab") as log:
+            self._zygote = subprocess.Popen(
+                [sys.executable, "-m", "memserve.workers.zygote", "--fd", str(theirs.fileno())]
+                + ["--run-dir", str(self._run_dir)],
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,  # Ctrl-C is the orchestrator's to handle, in order
+            )
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+
+    def _fork(self, instance: _Instance) -> None:
+        instance.epoch += 1
+        instance.state = InstanceState.STARTING
+        instance.started_at = instance.last_seen = self._clock()
+        instance.ready = instance.stats = instance.pid = instance.error = None
+        self._request(Fork(self._make_spec(instance.id, instance.role, instance.epoch)))
+        self._watcher.instance(instance.id, "starting", instance.state)
+
+    def _request(self, request: Fork | Kill) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            write_request(self._writer, request)
+
+    # ── what happens ──────────────────────────────────────────────────────────────────────────
+
+    async def watch(self) -> None:
+        """Follow the zygote's notices until cancelled; start it again if it dies."""
+        while True:
+            assert self._reader is not None
+            try:
+                notice = await read_notice(self._reader)
+            except (EOFError, ConnectionError, ProtocolError) as error:
+                await self._on_zygote_lost(error)
+                continue
+            match notice:
+                case Imported():
+                    self._watcher.note(f"engine imported in {notice.seconds:.1f} s")
+                case Forked():
+                    self._on_forked(notice)
+                case Exited():
+                    self._on_exited(notice)
+
+    def tick(self) -> None:
+        """End instances that are silent, or that take too long to start."""
+        now = self._clock()
+        for instance in self._instances.values():
+            if instance.state is InstanceState.READY:
+                silent_s = now - instance.last_seen
+                if silent_s > self._settings.heartbeat_timeout_s:
+                    self._kill(instance, f"no heartbeat for {silent_s:.0f} s")
+            elif instance.state is InstanceState.STARTING and self._has_started:
+                if now - instance.started_at > self._settings.start_timeout_s:
+                    self._kill(instance, "not ready in time")
+
+    def _kill(self, instance: _Instance, why: str) -> None:
+        logger.error("%s: %s; ending its process", instance.id, why)
+        instance.error = why
+        instance.last_seen = instance.started_at = self._clock()  # say it once per time-out
+        if instance.pidfd is not None:
+            _signal(instance.pidfd, signal.SIGKILL)
+
+    def _on_forked(self, notice: Forked) -> None:
+        instance = self._instances[notice.instance]
+        if notice.epoch == instance.epoch:
+            instance.pid = notice.pid
+            instance.pidfd = _open_pidfd(notice.pid)
+
+    def on_event(
+        self, seat: Seat, event: Ready | StartFailed | Heartbeat | LinkReady | Audited
+    ) -> None:
+        """A worker's word about itself."""
+        instance = self._instances[seat.instance]
+        match event:
+            case Ready():
+                self._on_ready(instance, event)
+            case StartFailed():
+                instance.error = event.message
+            case Heartbeat():
+                instance.stats = event.stats
+            case LinkReady():
+                self._on_link_ready(instance, event)
+            case Audited():
+                waiter = self._audits.pop((event.audit_id, seat.instance), None)
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(event)
+
+    def is_current(self, seat: Seat) -> bool:
+        """Whether this life of the instance is the present one; notes that it gave a sign."""
+        instance = self._instances.get(seat.instance)
+        if instance is None or instance.epoch != seat.epoch or instance.pid is None:
+            return False
+        instance.last_seen = self._clock()
+        return True
+
+    def _on_ready(self, instance: _Instance, event: Ready) -> None:
+        if event.protocol != PROTOCOL_VERSION:
+            instance.error = f"protocol {event.protocol}, the orchestrator has {PROTOCOL_VERSION}"
+            self._changed.set()
+            return
+        if not any(other.is_up for other in self._instances.values()) and not self._has_started:
+            self._members.configure(event.geometry.block_size)
+        instance.ready, instance.stats = event, event.stats
+        for partner in self._partners(instance):
+            assert partner.ready is not None
+            instance.awaited_links |= {(instance.id, partner.id), (partner.id, instance.id)}
+            self._introduce(instance, partner)
+            self._introduce(partner, instance)
+        self._announce_if_linked(instance)
+
+    def _partners(self, instance: _Instance) -> list[_Instance]:
+        """Those it exchanges KV with: P with D."""
+        pair = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(instance.role)
+        return [i for i in self._instances.values() if i.role is pair and i.is_up]
+
+    def _introduce(self, to: _Instance, newcomer: _Instance) -> None:
+        assert newcomer.ready is not None
+        command = PeerJoined(
+            epoch=to.epoch,
+            peer=newcomer.id,
+            peer_epoch=newcomer.epoch,
+            geometry=newcomer.ready.geometry,
+            addresses=newcomer.ready.addresses,
+        )
+        self._send(to.seat, command)
+
+    def _on_link_ready(self, instance: _Instance, event: LinkReady) -> None:
+        peer = self._instances[event.peer]
+        if event.peer_epoch != peer.epoch:
+            return
+        link = (instance.id, peer.id)
+        newcomer = instance if link in instance.awaited_links else peer
+        if event.error is not None:
+            self._kill(newcomer, f"no link from {instance.id} to {peer.id}: {event.error}")
+            self._changed.set()
+            return
+        self._link_kinds[link] = event.kind
+        for one in (instance, peer):
+            if link in one.awaited_links:
+                one.awaited_links.discard(link)
+                self._announce_if_linked(one)
+
+    def _announce_if_linked(self, instance: _Instance) -> None:
+        if instance.awaited_links or instance.ready is None:
+            return
+        if instance.state is not InstanceState.STARTING:
+            return
+        instance.state = InstanceState.READY
+        seconds = self._clock() - instance.started_at
+        blocks = instance.ready.stats.total_blocks
+        phases = ", ".join(f"{k} {v:.1f} s" for k, v in instance.ready.startup_s.items())
+        text = f"ready in {seconds:.1f} s ({phases}), {blocks} blocks"
+        logger.info("%s epoch %d %s", instance.id, instance.epoch, text)
+        self._watcher.instance(instance.id, text, instance.state)
+        self._members.instance_ready(instance.seat)
+        self._changed.set()
+
+    # ── ends ──────────────────────────────────────────────────────────────────────────────────
+
+    def _on_exited(self, notice: Exited) -> None:
+        instance = self._instances[notice.instance]
+        if notice.epoch == instance.epoch and instance.state is not InstanceState.LOST:
+            self._on_lost(instance, _describe(notice.status))
+
+    def _on_lost(self, instance: _Instance, how: str) -> None:
+        was_up = instance.is_up
+        if instance.error is None:
+            instance.error = how if was_up else f"{how}{self._log_tail(instance)}"
+        self._forget_process(instance)
+        now = self._clock()
+        window = now - self._settings.restart_window_s
+        instance.lost_at = [at for at in instance.lost_at if at > window] + [now]
+        may_return = (
+            self._has_started
+            and not self._is_stopping
+            and len(instance.lost_at) <= self._settings.max_restarts
+        )
+        instance.state = InstanceState.LOST if may_return else InstanceState.FAILED
+        if not self._is_stopping:
+            logger.error("%s epoch %d: %s", instance.id, instance.epoch, instance.error)
+            self._watcher.instance(instance.id, instance.error, instance.state)
+        seat = instance.seat
+        for other in self._instances.values():
+            if other is not instance and other.is_up:
+                lost = PeerLost(epoch=other.epoch, peer=instance.id, peer_epoch=instance.epoch)
+                self._send(other.seat, lost)
+        self._members.instance_lost(seat, returns=may_return)
+        self._drop_links(instance)
+        if may_return:
+            instance.restarts += 1
+            self._fork(instance)
+        self._changed.set()
+
+    def _forget_process(self, instance: _Instance) -> None:
+        if instance.pidfd is not None:
+            os.close(instance.pidfd)
+        instance.pid = instance.pidfd = instance.ready = instance.stats = None
+
+    def _drop_links(self, lost: _Instance) -> None:
+        self._link_kinds = {k: v for k, v in self._link_kinds.items() if lost.id not in k}
+        for key in [key for key in self._audits if key[1] == lost.id]:
+            self._audits.pop(key).cancel()
+        for instance in self._instances.values():
+            instance.awaited_links = {k for k in instance.awaited_links if lost.id not in k}
+            if instance is not lost:
+                self._announce_if_linked(instance)
+
+    async def _on_zygote_lost(self, error: Exception) -> None:
+        """Its children die with it; when they are gone, a new one takes over."""
+        if self._is_stopping:
+            await asyncio.Event().wait()  # `stop` ends this task
+        logger.error("the zygote is gone (%s)", error or "end of file")
+        await self._close_zygote()
+        if not self._has_started:
+            tail = _tail(self._run_dir / "zygote.log")
+            for instance in self._instances.values():
+                instance.error = f"the zygote ended{tail}"
+            self._changed.set()
+            await asyncio.Event().wait()  # `start` raises, and ends this task
+        await self._start_zygote()
+        living = [i for i in self._instances.values() if i.state is not InstanceState.FAILED]
+        for instance in living:
+            if instance.pidfd is not None:
+                _signal(instance.pidfd, signal.SIGKILL)
+                await asyncio.to_thread(_wait_pidfd, instance.pidfd, _STOP_GRACE_S)
+            self._on_lost(instance, "ended with the zygote")
+
+    def _log_tail(self, instance: _Instance) -> str:
+        return _tail(self._run_dir / f"{instance.id}.log")
+
+    async def stop(self) -> None:
+        """End all workers in order, then the zygote."""
+        self._is_stopping = True
+        deadline = self._clock() + _STOP_GRACE_S
+        for instance in self._instances.values():
+            if instance.is_up:
+                self._send(instance.seat, Stop(epoch=instance.epoch))
+        while any(i.pid is not None and i.is_up for i in self._instances.values()):
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), max(0, deadline - self._clock()))
+            except TimeoutError:
+                break
+        await self._close_zygote()
+
+    async def _close_zygote(self) -> None:
+        """Close its socket: it kills what is left of its children, removes the run directory if
+        its parent is gone, and ends."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._zygote is not None:
+            try:
+                await asyncio.to_thread(self._zygote.wait, _STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._zygote.kill()
+                await asyncio.to_thread(self._zygote.wait)
+        self._zygote = self._writer = None
+
+    # ── status ────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def link_kinds(self) -> Mapping[tuple[InstanceId, InstanceId], str]:
+        """Open links: (source, target) → kind."""
+        return self._link_kinds
+
+    def statuses(self) -> list[InstanceStatus]:
+        """One row per instance, in the mode's order."""
+        return [self._status(instance) for instance in self._instances.values()]
+
+    def _status(self, instance: _Instance) -> InstanceStatus:
+        queued_tokens, running_requests = self._members.load(instance.id)
+        return InstanceStatus(
+            id=instance.id,
+            role=instance.role,
+            state=instance.state,
+            epoch=instance.epoch,
+            pid=instance.pid,
+            restarts=instance.restarts,
+            stats=instance.stats,
+            stats_age_s=self._clock() - instance.last_seen if instance.is_up else None,
+            queued_tokens=queued_tokens,
+            running_requests=running_requests,
+            error=instance.error,
+        )
+
+    async def audit(self) -> list[AuditReport]:
+        """Ask every ready instance to check its pool; an instance that does not answer has that as
+        its problem."""
+        self._next_audit += 1
+        asked: dict[InstanceId, asyncio.Future[Audited]] = {}
+        for instance in self._instances.values():
+            if instance.is_up:
+                asked[instance.id] = asyncio.get_running_loop().create_future()
+                self._audits[self._next_audit, instance.id] = asked[instance.id]
+                audit = Audit(epoch=instance.epoch, audit_id=self._next_audit)
+                self._send(instance.seat, audit)
+        if asked:
+            await asyncio.wait(asked.values(), timeout=self._settings.audit_timeout_s)
+        return [self._report(id, waiter) for id, waiter in asked.items()]
+
+    def _report(self, id: InstanceId, waiter: asyncio.Future[Audited]) -> AuditReport:
+        self._audits.pop((self._next_audit, id), None)
+        if waiter.done() and not waiter.cancelled():
+            answer = waiter.result()
+            return AuditReport(id, answer.stats, answer.problems, answer.holders)
+        problem = f"no answer within {self._settings.audit_timeout_s:g} s"
+        return AuditReport(id, self._instances[id].stats, [problem], [])
+
+
+def _describe(status: int) -> str:
+    """Exit status as `os.waitstatus_to_exitcode` gives it → words."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"ended with exit code {status}"
+
+
+def _tail(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    lines = [line for line in lines if line.strip()][-_LOG_TAIL_LINES:]
+    return "; the end of its log:\n  " + "\n  ".join(lines) if lines else ""
+
+
+def _open_pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:  # gone and reaped already; its exit is reported next
+        return None
+
+
+def _signal(pidfd: int, number: signal.Signals) -> None:
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        pass
+
+
+def _wait_pidfd(pidfd: int, timeout_s: float) -> None:
+    """Block until the process is gone (or the time is over)."""
+    select.select([pidfd], [], [], timeout_s)

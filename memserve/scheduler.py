@@ -1,0 +1,526 @@
+"""The global scheduler: where each request runs, and its life from submission to its last block.
+
+Collaborators: the front end submits and cancels (`frontend/`), and gets outputs through its
+`OutputSink`; the cluster manager says which instances are ready or lost (`cluster.py`); the hub
+carries commands (`channel.py`). The decisions themselves are pure and live in `core/`: `policy`
+chooses instances, `prompt_tree` remembers what they hold, `lifecycle` answers every event. The
+paper: section 6.
+
+Everything here runs on the event loop and nothing awaits, so no decision is torn: state is read and
+changed in one go.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from memserve.core import policy
+from memserve.core.delivery import Delivery
+from memserve.core.lifecycle import (
+    Action,
+    AnyInput,
+    ClientCancelled,
+    Deliver,
+    Ended,
+    Fail,
+    InstanceLost,
+    Learned,
+    Limits,
+    Note,
+    Output,
+    Phase,
+    PlaceAgain,
+    Plan,
+    RequestLifecycle,
+    RequestSpec,
+    Seat,
+    Send,
+    StopSeen,
+    WorkerEvent,
+)
+from memserve.core.prompt_tree import PromptTree
+from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
+from memserve.errors import InstanceLostError, MemServeError, UnavailableError
+from memserve.messages import AnyCommand, Sent, Tokens, Transmit, TransmitFailed
+from memserve.status import Counters, LinkStatus
+from memserve.types import Caching, InstanceId, RequestId, Role
+
+logger = logging.getLogger(__name__)
+
+
+class OutputSink(Protocol):
+    """Where outputs go: the front end."""
+
+    def on_step(self, payload: bytes, deliveries: Mapping[RequestId, Delivery]) -> None:
+        """One engine step's `EngineCoreOutputs`; requests without a delivery are to be ignored."""
+
+    def on_error(self, request_id: RequestId, error: MemServeError) -> None:
+        """The request has failed; nothing more comes for it."""
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True):
+    """The scheduler's part of the configuration."""
+
+    caching: Caching
+    max_attempts: int
+    max_waiting: int
+    wait_timeout_s: float
+    timeline_requests: int
+    tree_ttl_s: float
+    tree_max_blocks: int
+    reservation_s: float
+
+
+class _Member(msgspec.Struct):
+    """A ready instance, with the load that the scheduler has put on it."""
+
+    seat: Seat
+    role: Role
+    queued_tokens: int = 0
+    running_requests: int = 0
+    running_tokens: int = 0
+
+
+class _Charge(msgspec.Struct, frozen=True):
+    """The load of one request on one instance."""
+
+    seat: Seat
+    queued_tokens: int
+    running_tokens: int
+
+
+class _Active(msgspec.Struct):
+    """A request that somebody still holds something for."""
+
+    lifecycle: RequestLifecycle
+    timeline: Timeline
+    deadline: float
+    """Until when it may wait for a place, while it has none."""
+    missing_tokens: int = 0
+    """Prompt tokens that its first instance has to compute, as far as the tree knows."""
+    charges: tuple[_Charge, ...] = ()
+
+
+class _LinkCounters(msgspec.Struct):
+    transfers: int = 0
+    failures: int = 0
+    blocks: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+
+class _Totals(msgspec.Struct):
+    submitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    replaced: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class GlobalScheduler:
+    """Places requests and drives their lifecycles."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        roles: Mapping[InstanceId, Role],
+        send: Callable[[Seat, AnyCommand], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._roles = dict(roles)
+        self._send = send
+        self._clock = clock
+        self._sink: OutputSink | None = None
+        self._members: dict[InstanceId, _Member] = {}
+        self._hopeless: set[InstanceId] = set()
+        self._trees: dict[Role, PromptTree] = {}
+        self._limits: Limits | None = None
+        self._requests: dict[RequestId, _Active] = {}
+        self._waiting: deque[RequestId] = deque()
+        self._timelines = TimelineStore(settings.timeline_requests)
+        self._links: dict[tuple[InstanceId, InstanceId], _LinkCounters] = {}
+        self._totals = _Totals()
+        self._is_closing = False
+
+    # ── the front end's side ──────────────────────────────────────────────────────────────────
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request could be placed now."""
+        return not self._is_closing and self._limits is not None and self._can_place(self._members)
+
+    def attach(self, sink: OutputSink) -> None:
+        """Set where outputs go."""
+        self._sink = sink
+
+    def submit(self, spec: RequestSpec) -> None:
+        """Take a request; its outputs and errors come through the sink.
+
+        Raises: UnavailableError if it can be neither placed nor kept waiting.
+        """
+        if self._is_closing:
+            raise UnavailableError("the server is shutting down")
+        if self._limits is None or not self._can_place(self._roles.keys() - self._hopeless):
+            raise UnavailableError("no instance can serve requests now")
+        if len(self._waiting) >= self._settings.max_waiting:
+            raise UnavailableError(f"{len(self._waiting)} requests are waiting for an instance")
+        now = self._clock()
+        timeline = Timeline(spec.id, len(spec.prompt_token_ids), now)
+        self._timelines.add(timeline)
+        active = _Active(
+            lifecycle=RequestLifecycle(spec, self._limits),
+            timeline=timeline,
+            deadline=now + self._settings.wait_timeout_s,
+        )
+        self._requests[spec.id] = active
+        self._totals.submitted += 1
+        self._totals.prompt_tokens += len(spec.prompt_token_ids)
+        timeline.note("queued", now)
+        self._place(active)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """The client is gone: free whatever is held for it. Unknown requests are ignored."""
+        active = self._requests.get(request_id)
+        if active is None or active.lifecycle.is_client_done:
+            return
+        self._totals.cancelled += 1
+        active.timeline.end("cancelled", self._clock())
+        self._step(active, ClientCancelled())
+
+    def stop(self, request_id: RequestId) -> None:
+        """The front end saw a stop string: the request is complete. Unknown ones are ignored."""
+        active = self._requests.get(request_id)
+        if active is None or active.lifecycle.is_client_done:
+            return
+        self._finish(active)
+        self._step(active, StopSeen())
+
+    def timeline(self, request_id: RequestId) -> RequestTimeline | None:
+        """What happened to a request, as long as it is remembered."""
+        return self._timelines.get(request_id)
+
+    # ── the cluster's side ────────────────────────────────────────────────────────────────────
+
+    def configure(self, block_size: int) -> None:
+        """Say what only a started engine knows. Before the first `instance_ready`."""
+        self._limits = Limits(
+            block_size=block_size,
+            max_attempts=self._settings.max_attempts,
+            reservation_s=self._settings.reservation_s,
+        )
+        self._trees = {
+            role: PromptTree(block_size, self._settings.tree_max_blocks, self._settings.tree_ttl_s)
+            for role in set(self._roles.values())
+        }
+
+    def instance_ready(self, seat: Seat) -> None:
+        """The instance can take requests; its links are open."""
+        self._members[seat.instance] = _Member(seat, self._roles[seat.instance])
+        self._hopeless.discard(seat.instance)
+        for _ in range(len(self._waiting)):
+            self._place(self._requests[self._waiting.popleft()])
+
+    def instance_lost(self, seat: Seat, *, returns: bool) -> None:
+        """This life of the instance is over, and its process is gone.
+
+        `returns`: it is being started again; requests may wait for it.
+        """
+        if not returns:
+            self._hopeless.add(seat.instance)
+        member = self._members.get(seat.instance)
+        if member is not None and member.seat == seat:
+            del self._members[seat.instance]
+            self._trees[member.role].drop(seat.instance)
+        for active in list(self._requests.values()):
+            self._step(active, InstanceLost(seat))
+        if not self._can_place(self._roles.keys() - self._hopeless):
+            self._refuse_waiting(lambda _: True, "no instance is left that could serve it")
+
+    def on_event(self, seat: Seat, event: WorkerEvent | Tokens) -> None:
+        """One event of a living instance."""
+        if isinstance(event, Tokens):
+            self._on_tokens(event)
+            return
+        if isinstance(event, Sent | TransmitFailed):
+            self._count_transfer(seat, event)
+        active = self._requests.get(_request_of(event))
+        if active is not None:
+            self._step(active, event)
+
+    def tick(self) -> None:
+        """Let requests that waited too long for a place fail, and stale tree entries go."""
+        now = self._clock()
+        self._refuse_waiting(
+            lambda active: active.deadline <= now, "no instance became ready in time"
+        )
+        for tree in self._trees.values():
+            tree.evict(now)
+
+    # ── shutdown ──────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Take no more requests, and fail those that wait for a place."""
+        self._is_closing = True
+        self._refuse_waiting(lambda _: True, "the server is shutting down")
+
+    @property
+    def num_served(self) -> int:
+        """Requests whose clients still wait for tokens."""
+        return sum(not active.lifecycle.is_client_done for active in self._requests.values())
+
+    def fail_all(self, message: str) -> None:
+        """End every client's stream with an error (the drain's deadline has passed)."""
+        for active in list(self._requests.values()):
+            if not active.lifecycle.is_client_done:
+                self._error(active, UnavailableError(message))
+                self._step(active, ClientCancelled())
+
+    # ── status ────────────────────────────────────────────────────────────────────────────────
+
+    def load(self, instance: InstanceId) -> tuple[int, int]:
+        """(queued prompt tokens, running requests) as counted here; zeros if it is not ready."""
+        member = self._members.get(instance)
+        return (member.queued_tokens, member.running_requests) if member else (0, 0)
+
+    def counters(self) -> Counters:
+        return Counters(
+            submitted=self._totals.submitted,
+            running=self.num_served - len(self._waiting),
+            waiting=len(self._waiting),
+            finished=self._totals.finished,
+            cancelled=self._totals.cancelled,
+            failed=self._totals.failed,
+            replaced=self._totals.replaced,
+            prompt_tokens=self._totals.prompt_tokens,
+            cached_tokens=self._totals.cached_tokens,
+            generated_tokens=self._totals.generated_tokens,
+        )
+
+    def links(self, kinds: Mapping[tuple[InstanceId, InstanceId], str]) -> list[LinkStatus]:
+        """Traffic of the links in `kinds` ((source, target) → kind)."""
+        none = _LinkCounters()
+        return [
+            LinkStatus(
+                source=source,
+                target=target,
+                kind=kind,
+                **msgspec.structs.asdict(self._links.get((source, target), none)),
+            )
+            for (source, target), kind in sorted(kinds.items())
+        ]
+
+    # ── placing ───────────────────────────────────────────────────────────────────────────────
+
+    def _can_place(self, instances: object) -> bool:
+        """Whether these instances could serve a request: a whole one, or a P and a D."""
+        assert isinstance(instances, Mapping | set | frozenset)
+        roles = {self._roles[instance] for instance in instances}
+        return Role.COLOCATED in roles or {Role.PREFILL, Role.DECODE} <= roles
+
+    def _place(self, active: _Active) -> None:
+        """Give the request its instances, or let it wait."""
+        if not self._can_place(self._members):
+            self._waiting.append(active.lifecycle.spec.id)
+            return
+        lifecycle = active.lifecycle
+        now = self._clock()
+        token_ids = lifecycle.token_ids
+        matches: dict[InstanceId, int] = {}
+        for tree in self._trees.values():
+            matches |= tree.match(token_ids, now, lifecycle.spec.cache_salt)
+        views = [self._view(member, matches) for member in self._members.values()]
+        placement = policy.place(len(token_ids), views)
+        first = self._members[placement.first]
+        decode = self._members[placement.decode] if placement.decode is not None else None
+        active.missing_tokens = len(token_ids) - matches.get(placement.first, 0)
+        active.timeline.note("placed", now, first.seat.instance, placement.reason)
+        self._carry_out(active, lifecycle.place(self._plan(first, decode)))
+
+    def _view(self, member: _Member, matches: Mapping[InstanceId, int]) -> policy.InstanceView:
+        return policy.InstanceView(
+            instance=member.seat.instance,
+            role=member.role,
+            queued_tokens=member.queued_tokens,
+            running_requests=member.running_requests,
+            running_tokens=member.running_tokens,
+            cached_tokens=matches.get(member.seat.instance, 0),
+        )
+
+    def _plan(self, first: _Member, decode: _Member | None) -> Plan:
+        caching = self._settings.caching
+        return Plan(
+            first=first.seat,
+            decode=decode.seat if decode is not None else None,
+            first_is_private=not caching.prefill_keeps,
+            decode_is_private=not caching.decode_keeps,
+            returns=decode is not None and caching.decode_returns,
+        )
+
+    def _refuse_waiting(self, is_due: Callable[[_Active], bool], message: str) -> None:
+        for request_id in list(self._waiting):
+            active = self._requests[request_id]
+            if is_due(active):
+                self._waiting.remove(request_id)
+                self._error(active, UnavailableError(message))
+                self._carry_out(active, active.lifecycle.give_up(message))
+
+    # ── events and actions ────────────────────────────────────────────────────────────────────
+
+    def _on_tokens(self, event: Tokens) -> None:
+        deliveries: dict[RequestId, Delivery] = {}
+        for output in event.outputs:
+            active = self._requests.get(output.request_id)
+            if active is None:
+                continue
+            for action in self._step(active, Output(event.instance, output)):
+                if isinstance(action, Deliver):
+                    deliveries[output.request_id] = action.delivery
+                    self._note_delivery(active, event.instance, action.delivery, output.token_ids)
+        if deliveries and self._sink is not None:
+            self._sink.on_step(event.payload, deliveries)
+
+    def _note_delivery(
+        self, active: _Active, instance: InstanceId, delivery: Delivery, token_ids: list[int]
+    ) -> None:
+        now = self._clock()
+        if delivery.tokens and token_ids:
+            active.timeline.note_tokens(len(token_ids), now, instance)
+            self._totals.generated_tokens += len(token_ids)
+        if delivery.final:
+            self._finish(active)
+
+    def _step(self, active: _Active, event: AnyInput) -> list[Action]:
+        was_placed = active.lifecycle.phase is not Phase.UNPLACED
+        actions = active.lifecycle.step(event)
+        if not was_placed and active.lifecycle.is_client_done:
+            self._waiting.remove(active.lifecycle.spec.id)
+        self._carry_out(active, actions)
+        return actions
+
+    def _carry_out(self, active: _Active, actions: list[Action]) -> None:
+        now = self._clock()
+        for action in actions:
+            match action:
+                case Send():
+                    self._send_command(action)
+                case Note():
+                    active.timeline.note(action.name, now, action.instance, action.detail)
+                    self._learn_cached(active, action)
+                case Learned():
+                    self._learn(active, action, now)
+                case Fail():
+                    self._error(active, InstanceLostError(action.message))
+                case PlaceAgain():
+                    self._totals.replaced += 1
+                    active.deadline = now + self._settings.wait_timeout_s
+                    self._place(active)
+                case Ended():
+                    active.timeline.note("released", now)
+                    del self._requests[active.lifecycle.spec.id]
+                case Deliver():
+                    pass  # the caller's: it has the payload
+        self._charge(active)
+
+    def _send_command(self, action: Send) -> None:
+        member = self._members.get(action.instance)
+        if member is not None and member.seat.epoch == action.command.epoch:
+            self._send(member.seat, action.command)
+        if isinstance(action.command, Transmit):
+            link = self._links.setdefault((action.instance, action.command.peer), _LinkCounters())
+            link.transfers += 1
+
+    def _count_transfer(self, seat: Seat, event: Sent | TransmitFailed) -> None:
+        peer = self._peer_of(seat, event)
+        link = self._links.get((seat.instance, peer)) if peer is not None else None
+        if link is None:
+            return
+        if isinstance(event, TransmitFailed):
+            link.failures += 1
+            return
+        link.blocks += event.num_blocks
+        link.size_bytes += event.size_bytes
+        link.seconds += event.seconds
+
+    def _peer_of(self, seat: Seat, event: Sent | TransmitFailed) -> InstanceId | None:
+        active = self._requests.get(_request_of(event))
+        plan = active.lifecycle.plan if active is not None else None
+        if plan is None or plan.decode is None:
+            return None
+        return plan.first.instance if seat == plan.decode else plan.decode.instance
+
+    def _learn_cached(self, active: _Active, note: Note) -> None:
+        """The first prefill said how much of the prompt it found."""
+        cached = active.lifecycle.cached_tokens
+        if note.name == "started" and active.timeline.cached_tokens is None and cached is not None:
+            active.timeline.cached_tokens = cached
+            self._totals.cached_tokens += cached
+
+    def _learn(self, active: _Active, action: Learned, now: float) -> None:
+        member = self._members.get(action.instance)
+        if member is not None:
+            token_ids = active.lifecycle.token_ids[: action.num_tokens]
+            namespace = active.lifecycle.spec.cache_salt
+            self._trees[member.role].insert(token_ids, action.instance, now, namespace)
+
+    def _finish(self, active: _Active) -> None:
+        self._totals.finished += 1
+        active.timeline.end("finished", self._clock())
+
+    def _error(self, active: _Active, error: MemServeError) -> None:
+        if active.timeline.is_over:
+            return
+        request_id = active.lifecycle.spec.id
+        logger.warning("request %s failed: %s", request_id, error)
+        self._totals.failed += 1
+        active.timeline.note("failed", self._clock(), None, {"error": str(error)})
+        active.timeline.end("failed", self._clock())
+        if self._sink is not None:
+            self._sink.on_error(request_id, error)
+
+    # ── load accounting ───────────────────────────────────────────────────────────────────────
+
+    def _charge(self, active: _Active) -> None:
+        """Make the members' load agree with where the request is now."""
+        charges = self._charges(active)
+        if charges == active.charges:
+            return
+        for sign, charge in [(-1, c) for c in active.charges] + [(1, c) for c in charges]:
+            member = self._members.get(charge.seat.instance)
+            if member is not None and member.seat == charge.seat:
+                member.queued_tokens += sign * charge.queued_tokens
+                member.running_tokens += sign * charge.running_tokens
+                member.running_requests += sign
+        active.charges = charges
+
+    def _charges(self, active: _Active) -> tuple[_Charge, ...]:
+        lifecycle = active.lifecycle
+        plan = lifecycle.plan
+        if plan is None or lifecycle.is_client_done:
+            return ()
+        prompt = len(lifecycle.spec.prompt_token_ids)
+        is_prefilling = lifecycle.phase is Phase.PREFILL and not lifecycle.generated
+        queued = active.missing_tokens if is_prefilling else 0
+        if plan.decode is None:
+            return (_Charge(plan.first, queued, prompt),)
+        decode = _Charge(plan.decode, 0, prompt)
+        if lifecycle.phase is Phase.PREFILL:
+            return (_Charge(plan.first, queued, prompt), decode)
+        return (decode,)
+
+
+def _request_of(event: WorkerEvent) -> RequestId:
+    """The request that an event belongs to (`TransferId` is request id / direction / attempt)."""
+    transfer_id = getattr(event, "transfer_id", None)
+    if transfer_id is not None:
+        return RequestId(transfer_id.rsplit("/", 2)[0])
+    request_id: RequestId = event.request_id  # type: ignore[union-attr]
+    return request_id
