@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -57,10 +58,12 @@ class Hub:
     def send(self, seat: Seat, command: AnyCommand) -> None:
         """Queue one command. A worker that is gone gets nothing: its loss is reported elsewhere."""
         # zmq.asyncio sends at once where it can, and it always can: there is no high-water mark.
-        sent = self._socket.send_multipart([identity(seat), encode(command)], zmq.DONTWAIT)
+        sent = asyncio.ensure_future(
+            self._socket.send_multipart([identity(seat), encode(command)], zmq.DONTWAIT)
+        )
         sent.add_done_callback(lambda done: self._log_failure(seat, done))
 
-    def _log_failure(self, seat: Seat, done: asyncio.Future[object]) -> None:
+    def _log_failure(self, seat: Seat, done: asyncio.Future[Any]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
             logger.debug("%s is not connected: %s", seat, error)
 

@@ -16,13 +16,11 @@ and blocks that it might have written can be freed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import select
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -52,17 +50,11 @@ from memserve.workers.spec import (
     Fork,
     Forked,
     Imported,
-    Kill,
     WorkerSpec,
-    read_notice,
-    write_request,
 )
+from memserve.zygote_process import STOP_GRACE_S, Zygote, log_tail
 
 logger = logging.getLogger(__name__)
-
-_STOP_GRACE_S = 5.0
-"""From `Stop` to SIGKILL."""
-_LOG_TAIL_LINES = 12
 
 
 class ClusterSettings(msgspec.Struct, frozen=True):
@@ -137,14 +129,11 @@ class ClusterManager:
         self._instances = {id: _Instance(id, role) for id, role in roles.items()}
         self._make_spec = make_spec
         self._run_dir = run_dir
-        self._environment = dict(environment)
         self._members = members
         self._send = send
         self._watcher = watcher
         self._clock = clock
-        self._zygote: subprocess.Popen[bytes] | None = None
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._zygote = Zygote(run_dir, environment)
         self._changed = asyncio.Event()
         self._link_kinds: dict[tuple[InstanceId, InstanceId], str] = {}
         self._audits: dict[tuple[int, InstanceId], asyncio.Future[Audited]] = {}
@@ -159,7 +148,7 @@ class ClusterManager:
 
         Raises: StartError naming the instance that could not start, with what it said.
         """
-        await self._start_zygote()
+        await self._zygote.start()
         for instance in self._instances.values():
             self._fork(instance)
         deadline = self._clock() + self._settings.start_timeout_s
@@ -184,42 +173,22 @@ class ClusterManager:
             if instance.error is not None:
                 raise StartError(f"{instance.id} could not start: {instance.error}")
 
-    async def _start_zygote(self) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs, (self._run_dir / "zygote.log").open("ab") as log:
-            self._zygote = subprocess.Popen(
-                [sys.executable, "-m", "memserve.workers.zygote", "--fd", str(theirs.fileno())]
-                + ["--run-dir", str(self._run_dir)],
-                pass_fds=[theirs.fileno()],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,  # Ctrl-C is the orchestrator's to handle, in order
-            )
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
-
     def _fork(self, instance: _Instance) -> None:
         instance.epoch += 1
         instance.state = InstanceState.STARTING
         instance.started_at = instance.last_seen = self._clock()
         instance.ready = instance.stats = instance.pid = instance.error = None
-        self._request(Fork(self._make_spec(instance.id, instance.role, instance.epoch)))
+        spec = self._make_spec(instance.id, instance.role, instance.epoch)
+        self._zygote.request(Fork(spec))
         self._watcher.instance(instance.id, "starting", instance.state)
-
-    def _request(self, request: Fork | Kill) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            write_request(self._writer, request)
 
     # ── what happens ──────────────────────────────────────────────────────────────────────────
 
     async def watch(self) -> None:
         """Follow the zygote's notices until cancelled; start it again if it dies."""
         while True:
-            assert self._reader is not None
             try:
-                notice = await read_notice(self._reader)
+                notice = await self._zygote.notice()
             except (EOFError, ConnectionError, ProtocolError) as error:
                 await self._on_zygote_lost(error)
                 continue
@@ -399,29 +368,29 @@ class ClusterManager:
         """Its children die with it; when they are gone, a new one takes over."""
         if self._is_stopping:
             await asyncio.Event().wait()  # `stop` ends this task
-        logger.error("the zygote is gone (%s)", error or "end of file")
-        await self._close_zygote()
+        logger.error("the zygote is gone (%s)", error)
+        await self._zygote.close()
         if not self._has_started:
-            tail = _tail(self._run_dir / "zygote.log")
+            tail = self._zygote.log_tail()
             for instance in self._instances.values():
                 instance.error = f"the zygote ended{tail}"
             self._changed.set()
             await asyncio.Event().wait()  # `start` raises, and ends this task
-        await self._start_zygote()
+        await self._zygote.start()
         living = [i for i in self._instances.values() if i.state is not InstanceState.FAILED]
         for instance in living:
             if instance.pidfd is not None:
                 _signal(instance.pidfd, signal.SIGKILL)
-                await asyncio.to_thread(_wait_pidfd, instance.pidfd, _STOP_GRACE_S)
+                await asyncio.to_thread(_wait_pidfd, instance.pidfd, STOP_GRACE_S)
             self._on_lost(instance, "ended with the zygote")
 
     def _log_tail(self, instance: _Instance) -> str:
-        return _tail(self._run_dir / f"{instance.id}.log")
+        return log_tail(self._run_dir / f"{instance.id}.log")
 
     async def stop(self) -> None:
         """End all workers in order, then the zygote."""
         self._is_stopping = True
-        deadline = self._clock() + _STOP_GRACE_S
+        deadline = self._clock() + STOP_GRACE_S
         for instance in self._instances.values():
             if instance.is_up:
                 self._send(instance.seat, Stop(epoch=instance.epoch))
@@ -431,20 +400,7 @@ class ClusterManager:
                 await asyncio.wait_for(self._changed.wait(), max(0, deadline - self._clock()))
             except TimeoutError:
                 break
-        await self._close_zygote()
-
-    async def _close_zygote(self) -> None:
-        """Close its socket: it kills what is left of its children, removes the run directory if
-        its parent is gone, and ends."""
-        if self._writer is not None:
-            self._writer.close()
-        if self._zygote is not None:
-            try:
-                await asyncio.to_thread(self._zygote.wait, _STOP_GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._zygote.kill()
-                await asyncio.to_thread(self._zygote.wait)
-        self._zygote = self._writer = None
+        await self._zygote.close()
 
     # ── status ────────────────────────────────────────────────────────────────────────────────
 
@@ -504,15 +460,6 @@ def _describe(status: int) -> str:
     return f"ended with exit code {status}"
 
 
-def _tail(path: Path) -> str:
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    lines = [line for line in lines if line.strip()][-_LOG_TAIL_LINES:]
-    return "; the end of its log:\n  " + "\n  ".join(lines) if lines else ""
-
-
 def _open_pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
@@ -521,10 +468,8 @@ def _open_pidfd(pid: int) -> int | None:
 
 
 def _signal(pidfd: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, number)
-    except ProcessLookupError:
-        pass
 
 
 def _wait_pidfd(pidfd: int, timeout_s: float) -> None:

@@ -5,6 +5,7 @@
     ├── RequestError           the client's request cannot be served (HTTP 4xx)
     │   └── UnknownModelError
     ├── UnavailableError       the cluster cannot serve it now (HTTP 503, with Retry-After)
+    ├── DeadlineError          the request took longer than it may (HTTP 504)
     ├── InstanceLostError      the instance that held the request died (HTTP 500)
     ├── StartError             an instance or a port could not be brought up
     ├── GeometryMismatchError  two instances' KV caches cannot exchange blocks
@@ -57,6 +58,10 @@ class UnavailableError(MemServeError):
     def __init__(self, message: str, retry_after_s: int = 5) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(message)
+
+
+class DeadlineError(MemServeError):
+    """The request was not complete when its time was over."""
 
 
 class InstanceLostError(MemServeError):

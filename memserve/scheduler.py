@@ -12,13 +12,14 @@ changed in one go.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
+from memserve.accounting import Members, Totals, Traffic
 from memserve.core import policy
 from memserve.core.delivery import Delivery
 from memserve.core.lifecycle import (
@@ -46,21 +47,12 @@ from memserve.core.lifecycle import (
 from memserve.core.prompt_tree import PromptTree
 from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
 from memserve.errors import InstanceLostError, MemServeError, UnavailableError
+from memserve.frontend.service import OutputSink
 from memserve.messages import AnyCommand, Sent, Tokens, Transmit, TransmitFailed
 from memserve.status import Counters, LinkStatus
 from memserve.types import Caching, InstanceId, RequestId, Role
 
 logger = logging.getLogger(__name__)
-
-
-class OutputSink(Protocol):
-    """Where outputs go: the front end."""
-
-    def on_step(self, payload: bytes, deliveries: Mapping[RequestId, Delivery]) -> None:
-        """One engine step's `EngineCoreOutputs`; requests without a delivery are to be ignored."""
-
-    def on_error(self, request_id: RequestId, error: MemServeError) -> None:
-        """The request has failed; nothing more comes for it."""
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True):
@@ -76,24 +68,6 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     reservation_s: float
 
 
-class _Member(msgspec.Struct):
-    """A ready instance, with the load that the scheduler has put on it."""
-
-    seat: Seat
-    role: Role
-    queued_tokens: int = 0
-    running_requests: int = 0
-    running_tokens: int = 0
-
-
-class _Charge(msgspec.Struct, frozen=True):
-    """The load of one request on one instance."""
-
-    seat: Seat
-    queued_tokens: int
-    running_tokens: int
-
-
 class _Active(msgspec.Struct):
     """A request that somebody still holds something for."""
 
@@ -103,26 +77,6 @@ class _Active(msgspec.Struct):
     """Until when it may wait for a place, while it has none."""
     missing_tokens: int = 0
     """Prompt tokens that its first instance has to compute, as far as the tree knows."""
-    charges: tuple[_Charge, ...] = ()
-
-
-class _LinkCounters(msgspec.Struct):
-    transfers: int = 0
-    failures: int = 0
-    blocks: int = 0
-    size_bytes: int = 0
-    seconds: float = 0.0
-
-
-class _Totals(msgspec.Struct):
-    submitted: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    replaced: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
 
 
 class GlobalScheduler:
@@ -140,23 +94,26 @@ class GlobalScheduler:
         self._send = send
         self._clock = clock
         self._sink: OutputSink | None = None
-        self._members: dict[InstanceId, _Member] = {}
+        self._members = Members()
         self._hopeless: set[InstanceId] = set()
         self._trees: dict[Role, PromptTree] = {}
         self._limits: Limits | None = None
         self._requests: dict[RequestId, _Active] = {}
         self._waiting: deque[RequestId] = deque()
         self._timelines = TimelineStore(settings.timeline_requests)
-        self._links: dict[tuple[InstanceId, InstanceId], _LinkCounters] = {}
-        self._totals = _Totals()
+        self._traffic = Traffic()
+        self._totals = Totals()
         self._is_closing = False
+        self.idle = asyncio.Event()
+        """Set while nothing is held for any request."""
+        self.idle.set()
 
     # ── the front end's side ──────────────────────────────────────────────────────────────────
 
     @property
     def is_ready(self) -> bool:
         """Whether a request could be placed now."""
-        return not self._is_closing and self._limits is not None and self._can_place(self._members)
+        return not self._is_closing and self._can_place(self._members.instances)
 
     def attach(self, sink: OutputSink) -> None:
         """Set where outputs go."""
@@ -182,6 +139,7 @@ class GlobalScheduler:
             deadline=now + self._settings.wait_timeout_s,
         )
         self._requests[spec.id] = active
+        self.idle.clear()
         self._totals.submitted += 1
         self._totals.prompt_tokens += len(spec.prompt_token_ids)
         timeline.note("queued", now)
@@ -224,7 +182,7 @@ class GlobalScheduler:
 
     def instance_ready(self, seat: Seat) -> None:
         """The instance can take requests; its links are open."""
-        self._members[seat.instance] = _Member(seat, self._roles[seat.instance])
+        self._members.add(seat, self._roles[seat.instance])
         self._hopeless.discard(seat.instance)
         for _ in range(len(self._waiting)):
             self._place(self._requests[self._waiting.popleft()])
@@ -236,10 +194,9 @@ class GlobalScheduler:
         """
         if not returns:
             self._hopeless.add(seat.instance)
-        member = self._members.get(seat.instance)
-        if member is not None and member.seat == seat:
-            del self._members[seat.instance]
-            self._trees[member.role].drop(seat.instance)
+        if self._members.remove(seat):
+            self._trees[self._roles[seat.instance]].drop(seat.instance)
+        self._traffic.lost(seat.instance)
         for active in list(self._requests.values()):
             self._step(active, InstanceLost(seat))
         if not self._can_place(self._roles.keys() - self._hopeless):
@@ -251,7 +208,7 @@ class GlobalScheduler:
             self._on_tokens(event)
             return
         if isinstance(event, Sent | TransmitFailed):
-            self._count_transfer(seat, event)
+            self._traffic.answered(event)
         active = self._requests.get(_request_of(event))
         if active is not None:
             self._step(active, event)
@@ -292,43 +249,24 @@ class GlobalScheduler:
         return (member.queued_tokens, member.running_requests) if member else (0, 0)
 
     def counters(self) -> Counters:
-        return Counters(
-            submitted=self._totals.submitted,
-            running=self.num_served - len(self._waiting),
-            waiting=len(self._waiting),
-            finished=self._totals.finished,
-            cancelled=self._totals.cancelled,
-            failed=self._totals.failed,
-            replaced=self._totals.replaced,
-            prompt_tokens=self._totals.prompt_tokens,
-            cached_tokens=self._totals.cached_tokens,
-            generated_tokens=self._totals.generated_tokens,
-        )
+        """Totals since the start, and what runs and waits now."""
+        running = self.num_served - len(self._waiting)
+        return self._totals.snapshot(running=running, waiting=len(self._waiting))
 
     def links(self, kinds: Mapping[tuple[InstanceId, InstanceId], str]) -> list[LinkStatus]:
         """Traffic of the links in `kinds` ((source, target) → kind)."""
-        none = _LinkCounters()
-        return [
-            LinkStatus(
-                source=source,
-                target=target,
-                kind=kind,
-                **msgspec.structs.asdict(self._links.get((source, target), none)),
-            )
-            for (source, target), kind in sorted(kinds.items())
-        ]
+        return self._traffic.statuses(kinds)
 
     # ── placing ───────────────────────────────────────────────────────────────────────────────
 
-    def _can_place(self, instances: object) -> bool:
+    def _can_place(self, instances: Collection[InstanceId]) -> bool:
         """Whether these instances could serve a request: a whole one, or a P and a D."""
-        assert isinstance(instances, Mapping | set | frozenset)
         roles = {self._roles[instance] for instance in instances}
         return Role.COLOCATED in roles or {Role.PREFILL, Role.DECODE} <= roles
 
     def _place(self, active: _Active) -> None:
         """Give the request its instances, or let it wait."""
-        if not self._can_place(self._members):
+        if not self._can_place(self._members.instances):
             self._waiting.append(active.lifecycle.spec.id)
             return
         lifecycle = active.lifecycle
@@ -337,29 +275,19 @@ class GlobalScheduler:
         matches: dict[InstanceId, int] = {}
         for tree in self._trees.values():
             matches |= tree.match(token_ids, now, lifecycle.spec.cache_salt)
-        views = [self._view(member, matches) for member in self._members.values()]
+        views = self._members.views(matches)
         placement = policy.place(len(token_ids), views)
-        first = self._members[placement.first]
-        decode = self._members[placement.decode] if placement.decode is not None else None
+        first = self._members.seat(placement.first)
+        decode = self._members.seat(placement.decode) if placement.decode is not None else None
         active.missing_tokens = len(token_ids) - matches.get(placement.first, 0)
-        active.timeline.note("placed", now, first.seat.instance, placement.reason)
+        active.timeline.note("placed", now, first.instance, placement.reason)
         self._carry_out(active, lifecycle.place(self._plan(first, decode)))
 
-    def _view(self, member: _Member, matches: Mapping[InstanceId, int]) -> policy.InstanceView:
-        return policy.InstanceView(
-            instance=member.seat.instance,
-            role=member.role,
-            queued_tokens=member.queued_tokens,
-            running_requests=member.running_requests,
-            running_tokens=member.running_tokens,
-            cached_tokens=matches.get(member.seat.instance, 0),
-        )
-
-    def _plan(self, first: _Member, decode: _Member | None) -> Plan:
+    def _plan(self, first: Seat, decode: Seat | None) -> Plan:
         caching = self._settings.caching
         return Plan(
-            first=first.seat,
-            decode=decode.seat if decode is not None else None,
+            first=first,
+            decode=decode,
             first_is_private=not caching.prefill_keeps,
             decode_is_private=not caching.decode_keeps,
             returns=decode is not None and caching.decode_returns,
@@ -426,36 +354,19 @@ class GlobalScheduler:
                 case Ended():
                     active.timeline.note("released", now)
                     del self._requests[active.lifecycle.spec.id]
+                    if not self._requests:
+                        self.idle.set()
                 case Deliver():
                     pass  # the caller's: it has the payload
-        self._charge(active)
+        self._members.charge(active.lifecycle, active.missing_tokens)
 
     def _send_command(self, action: Send) -> None:
-        member = self._members.get(action.instance)
-        if member is not None and member.seat.epoch == action.command.epoch:
-            self._send(member.seat, action.command)
+        """Commands to an earlier life of an instance go nowhere."""
+        seat = Seat(action.instance, action.command.epoch)
+        if seat in self._members:
+            self._send(seat, action.command)
         if isinstance(action.command, Transmit):
-            link = self._links.setdefault((action.instance, action.command.peer), _LinkCounters())
-            link.transfers += 1
-
-    def _count_transfer(self, seat: Seat, event: Sent | TransmitFailed) -> None:
-        peer = self._peer_of(seat, event)
-        link = self._links.get((seat.instance, peer)) if peer is not None else None
-        if link is None:
-            return
-        if isinstance(event, TransmitFailed):
-            link.failures += 1
-            return
-        link.blocks += event.num_blocks
-        link.size_bytes += event.size_bytes
-        link.seconds += event.seconds
-
-    def _peer_of(self, seat: Seat, event: Sent | TransmitFailed) -> InstanceId | None:
-        active = self._requests.get(_request_of(event))
-        plan = active.lifecycle.plan if active is not None else None
-        if plan is None or plan.decode is None:
-            return None
-        return plan.first.instance if seat == plan.decode else plan.decode.instance
+            self._traffic.ordered(action.instance, action.command)
 
     def _learn_cached(self, active: _Active, note: Note) -> None:
         """The first prefill said how much of the prompt it found."""
@@ -465,11 +376,10 @@ class GlobalScheduler:
             self._totals.cached_tokens += cached
 
     def _learn(self, active: _Active, action: Learned, now: float) -> None:
-        member = self._members.get(action.instance)
-        if member is not None:
+        if action.instance in self._members.instances:
             token_ids = active.lifecycle.token_ids[: action.num_tokens]
-            namespace = active.lifecycle.spec.cache_salt
-            self._trees[member.role].insert(token_ids, action.instance, now, namespace)
+            tree = self._trees[self._roles[action.instance]]
+            tree.insert(token_ids, action.instance, now, active.lifecycle.spec.cache_salt)
 
     def _finish(self, active: _Active) -> None:
         self._totals.finished += 1
@@ -485,36 +395,6 @@ class GlobalScheduler:
         active.timeline.end("failed", self._clock())
         if self._sink is not None:
             self._sink.on_error(request_id, error)
-
-    # ── load accounting ───────────────────────────────────────────────────────────────────────
-
-    def _charge(self, active: _Active) -> None:
-        """Make the members' load agree with where the request is now."""
-        charges = self._charges(active)
-        if charges == active.charges:
-            return
-        for sign, charge in [(-1, c) for c in active.charges] + [(1, c) for c in charges]:
-            member = self._members.get(charge.seat.instance)
-            if member is not None and member.seat == charge.seat:
-                member.queued_tokens += sign * charge.queued_tokens
-                member.running_tokens += sign * charge.running_tokens
-                member.running_requests += sign
-        active.charges = charges
-
-    def _charges(self, active: _Active) -> tuple[_Charge, ...]:
-        lifecycle = active.lifecycle
-        plan = lifecycle.plan
-        if plan is None or lifecycle.is_client_done:
-            return ()
-        prompt = len(lifecycle.spec.prompt_token_ids)
-        is_prefilling = lifecycle.phase is Phase.PREFILL and not lifecycle.generated
-        queued = active.missing_tokens if is_prefilling else 0
-        if plan.decode is None:
-            return (_Charge(plan.first, queued, prompt),)
-        decode = _Charge(plan.decode, 0, prompt)
-        if lifecycle.phase is Phase.PREFILL:
-            return (_Charge(plan.first, queued, prompt), decode)
-        return (decode,)
 
 
 def _request_of(event: WorkerEvent) -> RequestId:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
+from memserve.core.timeline import RequestTimeline, Step
 from memserve.messages import PoolStats
-from memserve.types import InstanceId, InstanceState, RequestId, Role
+from memserve.types import InstanceId, InstanceState, Role
+
+__all__ = [
+    "AuditReport",
+    "Counters",
+    "InstanceStatus",
+    "LinkStatus",
+    "RequestTimeline",
+    "Snapshot",
+    "Step",
+]
 
 
 class InstanceStatus(msgspec.Struct, frozen=True):
@@ -69,28 +80,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     instances: list[InstanceStatus]
     links: list[LinkStatus]
     counters: Counters
-
-
-class Step(msgspec.Struct, frozen=True):
-    """One line of a request's timeline."""
-
-    name: str
-    at_s: float
-    """Seconds since the request was submitted."""
-    instance: InstanceId | None = None
-    detail: dict[str, str | int | float] = {}
-
-
-class RequestTimeline(msgspec.Struct, frozen=True):
-    """What happened to one request (`GET /v1/requests/{id}`)."""
-
-    id: RequestId
-    state: str
-    """running, finished, cancelled or failed."""
-    prompt_tokens: int
-    generated_tokens: int
-    cached_tokens: int | None
-    steps: list[Step]
 
 
 class AuditReport(msgspec.Struct, frozen=True):

@@ -237,8 +237,9 @@ class RequestLifecycle:
         self._known: dict[Seat, int] = {}
         """Who has to forget the request, and how many of its tokens they were told."""
         self._transfer: _Transfer | None = None
-        self._prefill_kv_is_gone = False
-        """No `Sent` will come for this attempt: D has to compute the prompt itself."""
+        self._prompt_attempt: int | None = None
+        """The attempt that speaks of the prompt to the client; a later one would repeat it, and
+        take generated tokens for a part of the prompt."""
 
     # ── what the scheduler calls ──────────────────────────────────────────────────────────────
 
@@ -254,12 +255,12 @@ class RequestLifecycle:
     def place(self, plan: Plan) -> list[Action]:
         """Start (again) on these instances. Only while UNPLACED."""
         assert self.phase is Phase.UNPLACED, self.phase
+        assert plan.decode is not None or not plan.returns, plan
         if plan.decode is not None and self.remaining_tokens == 1:
             plan = msgspec.structs.replace(plan, decode=None, returns=False)
         self.plan = plan
         self.attempt += 1
         self.phase = Phase.PREFILL
-        self._prefill_kv_is_gone = False
         self._known[plan.first] = len(self.token_ids)
         command = Prefill(
             epoch=plan.first.epoch,
@@ -340,7 +341,7 @@ class RequestLifecycle:
             return [note]
         if self.cached_tokens is None:
             self.cached_tokens = event.cached_tokens
-        if plan.decode is None:
+        if plan.decode is None or plan.decode in self._known:  # whole, or asked before
             return [note]
         return [note, *self._ask(Direction.FORWARD, plan.first, plan.decode, self.token_ids)]
 
@@ -357,52 +358,61 @@ class RequestLifecycle:
             and instance == plan.decode.instance
             and self.phase is Phase.DECODE
         ):
-            return self._pass_on(output, says_prompt=False)
+            return self._pass_on(plan.decode, output, says_prompt=False)
         return []
 
     def _on_prefill_output(self, plan: Plan, output: TokenOutput) -> list[Action]:
+        if self._prompt_attempt is None:
+            self._prompt_attempt = self.attempt
+        says_prompt = self._prompt_attempt == self.attempt
         if plan.decode is None:
-            return self._pass_on(output, says_prompt=True)
+            return self._pass_on(plan.first, output, says_prompt=says_prompt)
         if output.finish_reason is None:  # the prompt's logprobs, ahead of the first token
-            return [Deliver(Delivery(tokens=False, final=False, prompt=True))]
+            return [Deliver(Delivery(tokens=False, final=False, prompt=says_prompt))]
+        learned = self._learned(plan.first, len(self.token_ids))
         if self.spec.resample:
-            delivery = Delivery(tokens=False, final=False, prompt=True)
-            return [Deliver(delivery), *self._hand_off(plan.decode)]
+            delivery = Delivery(tokens=False, final=False, prompt=says_prompt)
+            return [Deliver(delivery), *learned, *self._hand_off(plan.decode)]
         self.generated += output.token_ids
         if output.finish_reason != "length":
             self.is_client_done = True
-            delivery = Delivery(tokens=True, final=True, prompt=True)
-            return [Deliver(delivery), *self._release_all()]
-        delivery = Delivery(tokens=True, final=False, prompt=True)
-        return [Deliver(delivery), *self._hand_off(plan.decode)]
+            delivery = Delivery(tokens=True, final=True, prompt=says_prompt)
+            return [Deliver(delivery), *learned, *self._release_all()]
+        delivery = Delivery(tokens=True, final=False, prompt=says_prompt)
+        return [Deliver(delivery), *learned, *self._hand_off(plan.decode)]
 
-    def _pass_on(self, output: TokenOutput, *, says_prompt: bool) -> list[Action]:
+    def _pass_on(self, seat: Seat, output: TokenOutput, *, says_prompt: bool) -> list[Action]:
         """An output of the instance that runs the request to its end."""
+        assert self.plan is not None
         final = output.finish_reason is not None
         self.generated += output.token_ids
-        if final:
-            self.is_client_done = True
-            self.phase = Phase.DRAIN
-        return [Deliver(Delivery(tokens=True, final=final, prompt=says_prompt))]
+        deliver = Deliver(Delivery(tokens=True, final=final, prompt=says_prompt))
+        if not final:
+            return [deliver]
+        self.is_client_done = True
+        self.phase = Phase.DRAIN
+        if self.plan.returns:  # what is held will be known from `Finished`
+            return [deliver]
+        # The last token was sampled, not computed: it has no KV.
+        return [deliver, *self._learned(seat, len(self.token_ids) - 1)]
 
     def _on_finished(self, event: Finished) -> list[Action]:
         plan = self.plan
-        assert plan is not None
-        if event.instance == plan.first.instance:
-            learned = self._learned(plan.first, len(self.spec.prompt_token_ids))
-            if plan.decode is None and self.phase is Phase.DRAIN:
-                return [*learned, *self._release_all()]
-            return learned
-        if self.phase is not Phase.DRAIN or plan.decode not in self._known:
+        if plan is None or self.phase is not Phase.DRAIN:
             return []
-        assert plan.decode is not None
-        learned = self._learned(plan.decode, event.held_tokens)
-        return [*learned, *self._give_back(plan.first, plan.decode, event.held_tokens)]
+        runner = plan.decode or plan.first
+        if event.instance != runner.instance or runner not in self._known:
+            return []
+        # After a stop string the engine may have run on: the client never saw those tokens.
+        held_tokens = min(event.held_tokens, len(self.token_ids))
+        learned = self._learned(runner, held_tokens)
+        if plan.decode is None:
+            return [*learned, *self._release_all()]
+        return [*learned, *self._give_back(plan.first, plan.decode, held_tokens)]
 
     def _on_rejected(self, event: Rejected) -> list[Action]:
-        if self._running_plan() is None:
+        if self._seat_of(event.instance) not in self._known:
             return []
-        self._known.pop(self._seat(event.instance), None)
         return [*self._fail(event.message), *self._release_all()]
 
     def _on_cancelled(self) -> list[Action]:
@@ -415,13 +425,12 @@ class RequestLifecycle:
         if self.is_client_done:
             return []
         self.is_client_done = True
-        plan = self.plan
-        if self.phase is not Phase.DECODE or plan is None or not plan.returns:
+        runner = self._runner()
+        if runner is None or self._is_private(runner):
             return [Note("stop string"), *self._release_all()]
-        assert plan.decode is not None
         self.phase = Phase.DRAIN
-        abort = Abort(epoch=plan.decode.epoch, request_id=self.spec.id, hold=True)
-        return [Note("stop string"), Send(plan.decode.instance, abort)]
+        abort = Abort(epoch=runner.epoch, request_id=self.spec.id, hold=True)
+        return [Note("stop string"), Send(runner.instance, abort)]
 
     def _on_instance_lost(self, seat: Seat) -> list[Action]:
         plan = self.plan
@@ -527,7 +536,7 @@ class RequestLifecycle:
             {"blocks": event.num_blocks, "bytes": event.size_bytes, "seconds": event.seconds},
         )
         is_wanted = not self.is_client_done or self.phase is Phase.RETURN
-        if transfer.state is TransferState.CANCELLING or not is_wanted:
+        if not is_wanted:
             self._transfer = None
             cancel = self._cancel_at(transfer.receiver, transfer.id)
             return [note, *cancel, *self._without_transfer(transfer)]
@@ -544,8 +553,9 @@ class RequestLifecycle:
 
     def _on_inserted(self, transfer: _Transfer, event: Inserted) -> list[Action]:
         self._transfer = None
-        note = Note("inserted", event.instance, {"tokens": event.num_tokens})
-        learned = self._learned(transfer.receiver, event.num_tokens)
+        name = "inserted" if transfer.direction is Direction.FORWARD else "returned"
+        note = Note(name, event.instance, {"tokens": event.num_tokens})
+        learned = self._learned(transfer.receiver, min(event.num_tokens, len(self.token_ids)))
         return [note, *learned, *self._after_insert(transfer)]
 
     def _on_expired(self, transfer: _Transfer) -> list[Action]:
@@ -560,15 +570,10 @@ class RequestLifecycle:
         """The transfer has ended without bringing anything."""
         if self.is_client_done:
             return self._release_all()
-        self._prefill_kv_is_gone = True
-        if self.phase is not Phase.HANDOFF:
-            return []
-        return self._decode_cold(transfer.receiver)
+        return self._decode_cold(transfer.receiver) if self.phase is Phase.HANDOFF else []
 
     def _after_insert(self, transfer: _Transfer) -> list[Action]:
-        if transfer.direction is Direction.BACK or self.phase is Phase.RETURN:
-            return self._release_all()
-        return []
+        return self._release_all() if transfer.direction is Direction.BACK else []
 
     def _on_transfer_end_lost(self, lost: Seat) -> list[Action]:
         """One end of the open transfer died: nobody writes any more."""
@@ -578,6 +583,8 @@ class RequestLifecycle:
         if transfer.state is TransferState.SENT and lost == transfer.sender:
             return []  # the bytes are there; the receiver inserts them
         self._transfer = None
+        if transfer.state is TransferState.SENT:
+            return []  # the sender has answered, and may itself be dead since
         other = transfer.receiver if lost == transfer.sender else transfer.sender
         return self._cancel_at(other, transfer.id)
 
@@ -589,8 +596,7 @@ class RequestLifecycle:
     def _hand_off(self, decode: Seat) -> list[Action]:
         """P has finished; D starts when the KV is there, or at once if it will not come."""
         self.phase = Phase.HANDOFF
-        self._known.setdefault(decode, 0)
-        return self._decode_cold(decode) if self._prefill_kv_is_gone else []
+        return self._decode_cold(decode) if self._transfer is None else []
 
     def _decode_cold(self, decode: Seat) -> list[Action]:
         """D computes the prompt itself; P's pin has no more use."""
@@ -622,9 +628,8 @@ class RequestLifecycle:
         assert self.plan is not None
         block_size = self._limits.block_size
         full_tokens = held_tokens // block_size * block_size
-        is_new = full_tokens > len(self.spec.prompt_token_ids)
         is_possible = self.plan.returns and first in self._known and self._transfer is None
-        if not (is_new and is_possible):
+        if not is_possible or full_tokens <= self._known[first]:  # P computed those itself
             return self._release_all()
         self.phase = Phase.RETURN
         return self._ask(Direction.BACK, decode, first, self.token_ids[:full_tokens])
@@ -669,15 +674,29 @@ class RequestLifecycle:
         """The plan, while the client waits for tokens."""
         return None if self.is_client_done else self.plan
 
-    def _seat(self, instance: InstanceId) -> Seat:
-        assert self.plan is not None
-        if self.plan.decode is not None and self.plan.decode.instance == instance:
+    def _runner(self) -> Seat | None:
+        """The instance that runs the request to its end, if it does so now."""
+        if self.plan is None:
+            return None
+        if self.phase is Phase.DECODE:
             return self.plan.decode
-        return self.plan.first
+        is_whole = self.phase is Phase.PREFILL and self.plan.decode is None
+        return self.plan.first if is_whole else None
+
+    def _seat_of(self, instance: InstanceId) -> Seat | None:
+        """The seat of the plan on this instance."""
+        if self.plan is None:
+            return None
+        seats = (self.plan.first, self.plan.decode)
+        return next((seat for seat in seats if seat and seat.instance == instance), None)
+
+    def _is_private(self, seat: Seat) -> bool:
+        assert self.plan is not None
+        is_first = seat == self.plan.first
+        return self.plan.first_is_private if is_first else self.plan.decode_is_private
 
     def _learned(self, seat: Seat, num_tokens: int) -> list[Action]:
         """What the prompt tree may believe of this instance."""
-        assert self.plan is not None
-        is_first = seat == self.plan.first
-        is_private = self.plan.first_is_private if is_first else self.plan.decode_is_private
-        return [] if is_private or num_tokens <= 0 else [Learned(seat.instance, num_tokens)]
+        if self._is_private(seat) or num_tokens <= 0:
+            return []
+        return [Learned(seat.instance, num_tokens)]

@@ -1,0 +1,311 @@
+"""Configuration: from a file, the environment, flags and `--set` into frozen structs.
+
+Later layers override earlier ones::
+
+    defaults  <  file  <  MEMSERVE_<SECTION>_<KEY>  <  flags  <  --set section.key=value
+
+The file is the one named by `--config`, else by `$MEMSERVE_CONFIG`, else `./memserve.toml` if
+there is one. Every value remembers where it came from. `memserve.toml` in the repository lists all
+keys. Collaborators: `core/mode.py` (the mode), `engine_args.py` (what `[engine]` may hold),
+`config_layers.py` (reading the layers), `cli.py` (flags, printing).
+"""
+
+from __future__ import annotations
+
+import enum
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from memserve import config_layers, engine_args
+from memserve.config_layers import Layered
+from memserve.core.mode import Mode, parse_mode
+from memserve.errors import ConfigError
+from memserve.types import Caching
+
+_MAX_S = 604_800
+
+Seconds: TypeAlias = Annotated[
+    float, msgspec.Meta(gt=0, le=_MAX_S, description=f"seconds, above 0 and at most {_MAX_S}")
+]
+Grace: TypeAlias = Annotated[
+    float, msgspec.Meta(ge=0, le=_MAX_S, description=f"seconds, from 0 to {_MAX_S}")
+]
+Port: TypeAlias = Annotated[
+    int, msgspec.Meta(ge=0, le=65535, description="an integer from 1 to 65535, or 0 for any free")
+]
+AtLeast1: TypeAlias = Annotated[int, msgspec.Meta(ge=1, description="an integer above 0")]
+AtLeast0: TypeAlias = Annotated[int, msgspec.Meta(ge=0, description="an integer, 0 or more")]
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, description="a string, not empty")]
+
+
+class ServerConfig(msgspec.Struct, frozen=True):
+    """`[server]`: the HTTP side."""
+
+    host: Text = "127.0.0.1"
+    port: Port = 8000
+    request_timeout_s: Seconds = 600.0
+    shutdown_grace_s: Grace = 10.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    api_key: str = ""
+    """Empty: none is asked for."""
+
+
+class ClusterConfig(msgspec.Struct, frozen=True):
+    """`[cluster]`: the instances and how their health is watched."""
+
+    mode: Text = "1P1D-CC"
+    caching: Caching | None = None
+    """None: by the mode's suffix."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus: AtLeast1 | None = None
+    tp: AtLeast1 | None = None
+    start_timeout_s: Seconds = 300.0
+    heartbeat_interval_s: Seconds = 1.0
+    heartbeat_timeout_s: Seconds = 60.0
+    max_restarts: AtLeast0 = 3
+    """Of one instance, within `restart_window_s`."""
+    restart_window_s: Seconds = 300.0
+
+
+class MempoolConfig(msgspec.Struct, frozen=True):
+    """`[mempool]`: the memory of one instance."""
+
+    hbm_mb: AtLeast1 | None = None
+    """MiB for KV blocks. None: 128 on CPU."""
+    reserve_blocks: AtLeast0 = 1
+    """Blocks that a peer's allocation leaves free."""
+    layout: Literal["auto", "block_first", "layer_first"] = "auto"
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    """`[scheduler]`: placement, waiting, and what is remembered."""
+
+    max_attempts: AtLeast1 = 3
+    max_waiting: AtLeast0 = 1024
+    wait_timeout_s: Seconds = 60.0
+    timeline_requests: AtLeast0 = 1024
+    tree_ttl_s: Seconds = 3600.0
+    tree_max_blocks: AtLeast1 = 1_000_000
+
+
+class TransferConfig(msgspec.Struct, frozen=True):
+    """`[transfer]`: how KV travels."""
+
+    link: Literal["auto", "shm"] = "auto"
+    reservation_s: Seconds = 30.0
+
+
+class ModelsConfig(msgspec.Struct, frozen=True):
+    """`[models]`: what is served."""
+
+    model: Text = "smollm2-135m-instruct"
+    """A bundled name, a Hugging Face id or a folder."""
+    served_name: str = ""
+    """The name in the API. Empty: the same as `model`."""
+
+
+class Config(msgspec.Struct, frozen=True):
+    """Everything that is in force. `load` fills in what depends on something else."""
+
+    server: ServerConfig = ServerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    engine: dict[str, Any] = {}
+    """Arguments of vLLM's `EngineArgs`, those of `engine_args.engine_defaults` included."""
+    mempool: MempoolConfig = MempoolConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    transfer: TransferConfig = TransferConfig()
+    models: ModelsConfig = ModelsConfig()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory for the KV blocks of one instance."""
+        return (self.mempool.hbm_mb or _DEFAULT_HBM_MB) << 20
+
+    @property
+    def served_name(self) -> str:
+        return self.models.served_name or self.models.model
+
+
+def mode_in_force(config: Config) -> Mode:
+    """Raises: ConfigError."""
+    return parse_mode(config.cluster.mode)
+
+
+def caching_in_force(config: Config) -> Caching:
+    """What was asked for, else what the mode's suffix says. Raises: ConfigError."""
+    return config.cluster.caching or mode_in_force(config).default_caching
+
+
+def device_in_force(config: Config) -> Literal["cpu", "cuda"]:
+    """The device of all instances: in this version the CPU. Raises: ConfigError."""
+    cluster = config.cluster
+    has_gpus = engine_args.count_gpus() > 0
+    missing = "GPU instances are not in this version yet" if has_gpus else "no GPU is visible here"
+    if cluster.device == "cuda":
+        raise ConfigError("cluster.device", f"'cuda' asked for, but {missing}", "auto, cpu")
+    if cluster.gpus is not None:
+        allowed = "leave it out, to serve on the CPU"
+        raise ConfigError("cluster.gpus", f"{cluster.gpus} asked for, but {missing}", allowed)
+    if cluster.tp is not None and cluster.tp > 1:
+        raise ConfigError("cluster.tp", f"{cluster.tp} asked for, but {missing}", "1")
+    return "cpu"
+
+
+def engine_settings(config: Config) -> dict[str, Any]:
+    """`[engine]` over MemServe's defaults for the device. Raises: ConfigError."""
+    return engine_args.engine_defaults(device_in_force(config)) | config.engine
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """A configuration, and where each of its values came from."""
+
+    config: Config
+    origins: dict[str, str]
+    """`section.key` → origin."""
+
+
+DEFAULT_ORIGIN = "default"
+_DEFAULT_HBM_MB = 128
+_ENGINE = "engine"
+SECTIONS: Mapping[str, type[msgspec.Struct]] = {
+    field.name: field.type for field in msgspec.structs.fields(Config) if field.name != _ENGINE
+}
+
+
+def load(
+    *,
+    config_file: Path | None = None,
+    flags: Mapping[str, tuple[str, str]] | None = None,
+    assignments: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> Settings:
+    """The configuration in force.
+
+    `flags`: `section.key` → (flag, its text); `assignments`: the texts of `--set`; `environ`: None
+    for no environment; `folder`: where an unnamed `memserve.toml` may lie, None for nowhere.
+    Raises: ConfigError.
+    """
+    environ = environ or {}
+    path = config_layers.find_file(config_file, environ, folder)
+    layers = [
+        config_layers.from_file(path, [*SECTIONS, _ENGINE]) if path is not None else {},
+        config_layers.from_environ(environ, [*SECTIONS, _ENGINE]),
+        config_layers.from_flags(flags or {}),
+        config_layers.from_assignments(assignments),
+    ]
+    merged: dict[str, Layered] = {}
+    for layer in layers:
+        merged |= layer
+    return _settle(*_decode(merged))
+
+
+def keys() -> list[str]:
+    """Every key outside `[engine]`."""
+    return [
+        f"{section}.{field.name}"
+        for section, kind in SECTIONS.items()
+        for field in msgspec.structs.fields(kind)
+    ]
+
+
+def allowed_values(kind: Any) -> str:
+    """What a key of this type may be, in words."""
+    if typing.get_origin(kind) is Annotated:
+        return str(next(meta.description for meta in kind.__metadata__ if meta.description))
+    if typing.get_origin(kind) in (typing.Union, UnionType):
+        return " or ".join(
+            allowed_values(option) for option in typing.get_args(kind) if option is not NoneType
+        )
+    if typing.get_origin(kind) is Literal:
+        return ", ".join(typing.get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return ", ".join(str(member.value) for member in kind)
+    return {str: "a string"}.get(kind, str(kind))
+
+
+def _decode(merged: Mapping[str, Layered]) -> tuple[Config, dict[str, str]]:
+    """Every value in the type of its key; origins for all keys."""
+    sections: dict[str, dict[str, Any]] = {name: {} for name in (*SECTIONS, _ENGINE)}
+    origins = dict.fromkeys(keys(), DEFAULT_ORIGIN)
+    types = {
+        f"{section}.{field.name}": field.type
+        for section, kind in SECTIONS.items()
+        for field in msgspec.structs.fields(kind)
+    }
+    fields = None
+    if any(key.startswith(f"{_ENGINE}.") for key in merged):
+        fields = engine_args.engine_fields()
+    for key, layered in merged.items():
+        section, _, name = key.partition(".")
+        if section == _ENGINE and name:
+            value = engine_args.engine_argument(name, layered.value, layered.raw, fields)
+            sections[section][name] = value
+        elif key in types:
+            sections[section][name] = _convert(key, layered, types[key])
+        else:
+            raise config_layers.unknown_key(key, types)
+        origins[key] = layered.origin
+    structs: dict[str, Any] = {name: kind(**sections[name]) for name, kind in SECTIONS.items()}
+    return Config(engine=sections[_ENGINE], **structs), origins
+
+
+def _convert(key: str, layered: Layered, kind: Any) -> Any:
+    for value in (layered.value, layered.raw):
+        if value is None:
+            continue
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            continue
+    raise ConfigError(
+        key, f"{layered.value!r} ({layered.origin}) is not allowed", allowed_values(kind)
+    )
+
+
+def _settle(config: Config, origins: dict[str, str]) -> Settings:
+    """Fill in the values that depend on others, and check those that must agree."""
+    cluster, mempool = config.cluster, config.mempool
+    if cluster.heartbeat_timeout_s <= cluster.heartbeat_interval_s:
+        raise ConfigError(
+            "cluster.heartbeat_timeout_s",
+            f"{cluster.heartbeat_timeout_s} is not above heartbeat_interval_s, "
+            f"{cluster.heartbeat_interval_s}",
+            "several intervals",
+        )
+    mode = mode_in_force(config)
+    device = device_in_force(config)
+    origins = dict(origins)
+    if cluster.caching is None:
+        origins["cluster.caching"] = f"by cluster.mode, {origins['cluster.mode']}"
+    if mempool.hbm_mb is None:
+        origins["mempool.hbm_mb"] = f"default for device {device}"
+    if not config.models.served_name:
+        origins["models.served_name"] = f"by models.model, {origins['models.model']}"
+    if cluster.device == "auto":
+        origins["cluster.device"] = f"auto, {origins['cluster.device']}"
+    engine = engine_settings(config)
+    for name in engine:
+        origins.setdefault(f"{_ENGINE}.{name}", f"default for device {device}")
+    engine_args.check_engine(engine, device)
+    replace = msgspec.structs.replace
+    cluster = replace(
+        cluster,
+        mode=str(mode),
+        caching=caching_in_force(config),
+        device=device,
+        tp=cluster.tp or 1,
+    )
+    settled = replace(
+        config,
+        cluster=cluster,
+        engine=engine,
+        mempool=replace(mempool, hbm_mb=mempool.hbm_mb or _DEFAULT_HBM_MB),
+        models=replace(config.models, served_name=config.served_name),
+    )
+    return Settings(settled, origins)

@@ -1,0 +1,250 @@
+"""OpenAI's API by vLLM's own serving objects, over `client.MemServeClient`.
+
+Collaborators: `app.py` owns HTTP and calls one method per route; `validation.py` words the faults
+of a request's body. The chat template, tokenization, tool calls, logprobs and every response are
+vLLM's.
+
+Imports vllm, and torch with it: the orchestrator imports this module in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.exceptions import VLLMError
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from memserve.errors import MemServeError, StartError, UnknownModelError
+from memserve.frontend.calls import Call, CallIndex
+from memserve.frontend.client import MemServeClient, StreamFailed
+from memserve.frontend.errors import ApiError
+from memserve.frontend.service import Scheduler
+from memserve.frontend.validation import describe
+
+logger = logging.getLogger(__name__)
+
+_RequestT = TypeVar("_RequestT")
+_Create = Callable[[Any, None], Awaitable[Any]]
+
+# Until all of vLLM's checks raise a `VLLMError`, some faults of a request are these.
+_REFUSALS = (
+    VLLMError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    NotImplementedError,
+    TemplateError,
+)
+_UNSUPPORTED = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds", "use_beam_search")
+
+
+def build_frontend(
+    model: str | Path,
+    engine: dict[str, Any],
+    served_name: str,
+    scheduler: Scheduler,
+    *,
+    request_timeout_s: float = 600.0,
+    remembered_calls: int = 1024,
+    tool_parser: str | None = None,
+) -> Frontend:
+    """Load the tokenizer and the chat template, and attach to the scheduler. Takes seconds.
+
+    `model` is a folder or a Hugging Face id; `engine` holds the arguments for vLLM's `EngineArgs`
+    that the workers have too. Raises: StartError.
+    """
+    try:
+        vllm_config = EngineArgs(model=str(model), **engine).create_engine_config()
+        calls = CallIndex(remembered_calls)
+        client = MemServeClient(vllm_config, scheduler, calls, request_timeout_s)
+    except (ValueError, TypeError, OSError) as error:
+        raise StartError(f"vLLM refuses the model or the engine settings: {error}") from error
+    scheduler.attach(client)
+    return Frontend(vllm_config, client, calls, served_name, tool_parser)
+
+
+class Frontend:
+    """One served model: a method per route, from a decoded body to the response's bytes.
+
+    All methods raise `ApiError` for whatever is to be told to the client.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        client: MemServeClient,
+        calls: CallIndex,
+        served_name: str,
+        tool_parser: str | None,
+    ) -> None:
+        self.client = client
+        self.calls = calls
+        self.served_name = served_name
+        reasoning_parser = vllm_config.structured_outputs_config.reasoning_parser or ""
+        template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
+        tools = {"enable_auto_tools": tool_parser is not None, "tool_parser": tool_parser}
+        paths = [BaseModelPath(name=served_name, model_path=served_name)]
+        self._models = OpenAIServingModels(engine_client=client, base_model_paths=paths)
+        self._renderer = OnlineRenderer(
+            model_config=vllm_config.model_config,
+            renderer=client.renderer,
+            request_logger=None,
+            reasoning_parser=reasoning_parser,
+            **template,
+            **tools,
+        )
+        shared: dict[str, Any] = {
+            "online_renderer": self._renderer,
+            "request_logger": None,
+            "enable_prompt_tokens_details": True,
+        }
+        self._chat = OpenAIServingChat(
+            client,
+            self._models,
+            "assistant",
+            reasoning_parser=reasoning_parser,
+            **shared,
+            **template,
+            **tools,
+        )
+        self._completion = OpenAIServingCompletion(client, self._models, **shared)
+        self._tokenization = ServingTokenization(self._models, self._renderer, **template)
+        self._renderer.warmup()
+
+    async def chat(self, body: object, call: Call) -> bytes | AsyncGenerator[str, None]:
+        """`POST /v1/chat/completions`: the response, or its server-sent events."""
+        request = self._parse(ChatCompletionRequest, body)
+        _require(request.messages, "messages", "at least one message is needed")
+        request.request_id = call.id
+        asked = body.get("max_completion_tokens") or body.get("max_tokens")
+        return await self._generate(self._chat.create_chat_completion, request)
+
+    async def complete(self, body: object, call: Call) -> bytes | AsyncGenerator[str, None]:
+        """`POST /v1/completions`: the response, or its server-sent events."""
+        request = self._parse(CompletionRequest, body)
+        _require(request.prompt, "prompt", "a text or a list of token ids is needed")
+        request.request_id = call.id
+        return await self._generate(self._completion.create_completion, request)
+
+    async def models(self) -> bytes:
+        """`GET /v1/models`."""
+        listing = await self._models.show_available_models()
+        for card in listing.data:
+            card.owned_by = "memserve"
+        return _json(listing)
+
+    async def tokenize(self, body: object) -> bytes:
+        """`POST /tokenize`: of a `prompt`, or of `messages` by the chat template."""
+        is_chat = isinstance(body, dict) and "messages" in body
+        kind = TokenizeChatRequest if is_chat else TokenizeCompletionRequest
+        request = self._parse(kind, body)
+        return _json(await self._ask(self._tokenization.create_tokenize, request))
+
+    async def detokenize(self, body: object) -> bytes:
+        """`POST /detokenize`: the text of `tokens`."""
+        request = self._parse(DetokenizeRequest, body)
+        return _json(await self._ask(self._tokenization.create_detokenize, request))
+
+    def close(self) -> None:
+        """Stop the tokenizer's threads."""
+        self.client.shutdown()
+
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────
+
+    def _parse(self, kind: type[_RequestT], body: object) -> _RequestT:
+        if not isinstance(body, dict):
+            raise ApiError(400, "the body is not a JSON object")
+        for name in _UNSUPPORTED:
+            if body.get(name):
+                raise ApiError(400, f"{name}: is not supported; leave it out", param=name)
+        try:
+            request = TypeAdapter(kind).validate_python(body)
+        except ValidationError as error:
+            message, param = describe(error, body)
+            raise ApiError(400, message, param=param) from error
+        except _REFUSALS as error:
+            raise _refusal(error) from error
+        model = body.get("model")
+        if model and not self._models.is_base_model(model):
+            message = f"the model {model!r} is not served here; allowed: {self.served_name!r}"
+            raise ApiError.of(UnknownModelError(message))
+        return request
+
+    async def _generate(
+        self, create: _Create, request: ChatCompletionRequest | CompletionRequest, asked: object
+    ) -> bytes | AsyncGenerator[str, None]:
+        """`asked`: the tokens that the client wants at most."""
+        try:
+            result = await self._ask(create, request)
+        except ApiError as error:
+            if error.param == "max_tokens" and (asked is None or asked >= 1):  # type: ignore
+                # Nothing is left of the context, which vLLM takes for the client's limit.
+                raise self._no_room() from error
+            raise
+        if isinstance(result, BaseModel):
+            return _json(result)
+        stream: AsyncGenerator[str, None] = result
+        return stream
+
+    def _no_room(self) -> ApiError:
+        limit = self.client.model_config.max_model_len
+        message = f"the prompt fills the context of {limit} tokens; allowed: at most {limit - 1}"
+        return ApiError(400, message)
+
+    async def _ask(self, create: _Create, request: object) -> Any:
+        try:
+            result = await create(request, None)
+        except StreamFailed as error:
+            raise ApiError.of(error.error) from error
+        except MemServeError as error:
+            raise ApiError.of(error) from error
+        except _REFUSALS as error:
+            raise _refusal(error) from error
+        if isinstance(result, ErrorResponse):
+            raise _of_response(result)
+        return result
+
+
+def _refusal(error: Exception) -> ApiError:
+    """What vLLM says of a request that it refuses."""
+    logger.debug("request refused", exc_info=error)
+    answer = _of_response(create_error_response(error))
+    own_words = error.args[0] if error.args and isinstance(error.args[0], str) else None
+    if isinstance(error, VLLMError) and own_words:  # its str() repeats the value, however long
+        answer.message = own_words
+    return answer
+
+
+def _of_response(response: ErrorResponse) -> ApiError:
+    error = response.error
+    return ApiError(error.code, error.message, param=error.param)
+
+
+def _require(value: object, name: str, need: str) -> None:
+    if not value:
+        raise ApiError(400, f"{name}: is empty; {need}", param=name)
+
+
+def _json(model: BaseModel) -> bytes:
+    return model.model_dump_json().encode()

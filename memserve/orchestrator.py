@@ -1,0 +1,345 @@
+"""`memserve up`: builds the parts, runs them in one event loop, and takes them down in order.
+
+    Orchestrator ── Hub ⇄ workers            channel.py
+        ├── ClusterManager ⇄ zygote          cluster.py
+        ├── GlobalScheduler                  scheduler.py
+        └── HTTP server, front end           frontend/
+
+This process never initialises an accelerator. vLLM is imported only for the front end, in a thread,
+while the workers start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from aiohttp import web
+
+from memserve.channel import Hub
+from memserve.cluster import ClusterManager, ClusterSettings
+from memserve.config import Config, caching_in_force, engine_settings, mode_in_force
+from memserve.core.lifecycle import Seat
+from memserve.core.timeline import RequestTimeline
+from memserve.errors import MemServeError, StartError
+from memserve.frontend.app import build_app, make_runner
+from memserve.messages import AnyEvent, Audited, Heartbeat, LinkReady, Ready, StartFailed
+from memserve.models import resolve_model
+from memserve.progress import Progress
+from memserve.scheduler import GlobalScheduler, SchedulerSettings
+from memserve.status import AuditReport, Snapshot
+from memserve.tui import live_view
+from memserve.types import InstanceId, RequestId, Role
+from memserve.workers.environment import set_engine_environment
+from memserve.workers.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from memserve.frontend.openai import Frontend
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.5
+"""How often deadlines are looked at."""
+
+
+def run(config: Config, progress: Progress, *, show_live_view: bool = False) -> int:
+    """Serve until a signal ends it; the process's exit code.
+
+    Errors that a user can mend are shown as one line, through `progress`.
+    """
+    logging.basicConfig(
+        level=config.server.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    orchestrator = Orchestrator(config, progress)
+    exit_code = 0
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(orchestrator.run(show_live_view=show_live_view))
+    except* MemServeError as errors:
+        for error in _leaves(errors):
+            progress.failed(str(error))
+        exit_code = 1
+    return exit_code
+
+
+class Orchestrator:
+    """One run of `memserve up`. It answers the front end's questions about the cluster."""
+
+    def __init__(self, config: Config, progress: Progress) -> None:
+        self._config = config
+        self._progress = progress
+        self._mode = mode_in_force(config)
+        self._caching = caching_in_force(config)
+        self._started_at = time.monotonic()
+        self._front_end: Frontend | None = None
+        self._stop_asked = asyncio.Event()
+        """The first signal: finish what is running."""
+        self._abort_asked = asyncio.Event()
+        """The second one: do not."""
+
+    async def run(self, *, show_live_view: bool) -> None:
+        """Start everything, serve until a signal, stop everything.
+
+        Raises: MemServeError, alone or in a group, if it could not start.
+        """
+        self._handle_signals()
+        with _listen(self._config.server.host, self._config.server.port) as listener:
+            model = await asyncio.to_thread(
+                resolve_model, self._config.models.model, self._progress.note
+            )
+            with tempfile.TemporaryDirectory(
+                prefix="memserve-", ignore_cleanup_errors=True
+            ) as run_dir:
+                await self._serve(str(model), Path(run_dir), listener, show_live_view)
+
+    # ── what the front end may ask (frontend/service.py: StatusSource) ────────────────────────
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request could be placed now."""
+        return self._scheduler.is_ready
+
+    def snapshot(self) -> Snapshot:
+        """The cluster at this moment."""
+        return Snapshot(
+            model=self._config.served_name,
+            mode=str(self._mode),
+            caching=self._caching.value,
+            device=self._config.cluster.device,
+            is_ready=self.is_ready and self._front_end is not None,
+            uptime_s=time.monotonic() - self._started_at,
+            instances=self._cluster.statuses(),
+            links=self._scheduler.links(self._cluster.link_kinds),
+            counters=self._scheduler.counters(),
+        )
+
+    def timeline(self, request_id: RequestId) -> RequestTimeline | None:
+        """What happened to a request, as long as it is remembered."""
+        return self._scheduler.timeline(request_id)
+
+    async def audit(self) -> list[AuditReport]:
+        """Every instance's own accounting of its pool."""
+        return await self._cluster.audit()
+
+    # ── the run ───────────────────────────────────────────────────────────────────────────────
+
+    async def _serve(
+        self, model: str, run_dir: Path, listener: socket.socket, show_live_view: bool
+    ) -> None:
+        hub = Hub(run_dir, self._on_event)
+        self._build(model, run_dir, hub)
+        app = build_app(self, lambda: self._front_end, api_key=self._config.server.api_key)
+        runner = make_runner(app)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(work)
+                    for work in (hub.serve(), self._cluster.watch(), self._tick())
+                ]
+                try:
+                    await runner.setup()
+                    await web.SockSite(runner, listener).start()
+                    if await self._unless_stopped(self._start(model)):
+                        await self._until_stopped(listener, show_live_view)
+                finally:
+                    await self._drain()
+                    await runner.cleanup()
+                    await self._cluster.stop()
+                for task in background:
+                    task.cancel()
+        finally:
+            if self._front_end is not None:
+                self._front_end.close()
+            await hub.close()
+
+    def _build(self, model: str, run_dir: Path, hub: Hub) -> None:
+        config = self._config
+        hub.open()
+        roles = dict(self._mode.instances())
+        self._scheduler = GlobalScheduler(
+            SchedulerSettings(
+                caching=self._caching,
+                max_attempts=config.scheduler.max_attempts,
+                max_waiting=config.scheduler.max_waiting,
+                wait_timeout_s=config.scheduler.wait_timeout_s,
+                timeline_requests=config.scheduler.timeline_requests,
+                tree_ttl_s=config.scheduler.tree_ttl_s,
+                tree_max_blocks=config.scheduler.tree_max_blocks,
+                reservation_s=config.transfer.reservation_s,
+            ),
+            roles,
+            hub.send,
+            time.monotonic,
+        )
+        num_threads = max(1, (os.cpu_count() or 1) // len(roles))
+        environment = dict(os.environ)
+        set_engine_environment(
+            environment, num_threads=num_threads, log_level=config.server.log_level
+        )
+
+        def make_spec(instance: InstanceId, role: Role, epoch: int) -> WorkerSpec:
+            return WorkerSpec(
+                instance=instance,
+                epoch=epoch,
+                role=role,
+                hub_address=hub.address,
+                run_dir=str(run_dir),
+                log_path=str(run_dir / f"{instance}.log"),
+                log_level=config.server.log_level,
+                model=model,
+                engine=engine_settings(config),
+                kv_bytes=config.kv_bytes,
+                layout=config.mempool.layout,
+                reserve_blocks=config.mempool.reserve_blocks,
+                heartbeat_interval_s=config.cluster.heartbeat_interval_s,
+                num_threads=num_threads,
+            )
+
+        self._cluster = ClusterManager(
+            ClusterSettings(
+                start_timeout_s=config.cluster.start_timeout_s,
+                heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+                max_restarts=config.cluster.max_restarts,
+                restart_window_s=config.cluster.restart_window_s,
+            ),
+            roles,
+            make_spec,
+            run_dir=run_dir,
+            environment=environment,
+            members=self._scheduler,
+            send=hub.send,
+            watcher=self._progress,
+            clock=time.monotonic,
+        )
+
+    async def _start(self, model: str) -> None:
+        """Workers and front end at the same time; each takes seconds of imports."""
+        loading = asyncio.create_task(asyncio.to_thread(self._load_front_end, model))
+        try:
+            await self._cluster.start()
+            self._front_end = await loading
+        finally:
+            if not loading.done():
+                loading.cancel()
+
+    def _load_front_end(self, model: str) -> Frontend:
+        set_engine_environment(os.environ, num_threads=1, log_level=self._config.server.log_level)
+        from memserve.frontend.openai import build_frontend  # imports vllm: seconds
+
+        return build_frontend(
+            model,
+            engine_settings(self._config),
+            self._config.served_name,
+            self._scheduler,
+            request_timeout_s=self._config.server.request_timeout_s,
+            remembered_calls=self._config.scheduler.timeline_requests,
+        )
+
+    async def _until_stopped(self, listener: socket.socket, show_live_view: bool) -> None:
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        has_key = bool(self._config.server.api_key)
+        self._progress.ready(url, self._config.served_name, has_api_key=has_key)
+        if show_live_view:
+            await live_view(self.snapshot, self._stop_asked)
+        await self._stop_asked.wait()
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether `work` came to its end before a signal."""
+        working = asyncio.create_task(work)
+        stopped = asyncio.create_task(self._stop_asked.wait())
+        try:
+            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            return working.done()
+        finally:
+            for task in (working, stopped):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, MemServeError):
+                    await task
+
+    async def _drain(self) -> None:
+        """Let running requests end, up to the deadline or a second signal; then abort them."""
+        self._scheduler.close()
+        if self._scheduler.num_served:
+            self._progress.note(f"waiting for {self._scheduler.num_served} running requests")
+        waits = [
+            asyncio.create_task(event.wait()) for event in (self._scheduler.idle, self._abort_asked)
+        ]
+        grace_s = self._config.server.shutdown_grace_s
+        await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        self._scheduler.fail_all("the server has shut down")
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._cluster.tick()
+            self._scheduler.tick()
+
+    # ── small parts ───────────────────────────────────────────────────────────────────────────
+
+    def _on_event(self, seat: Seat, event: AnyEvent) -> None:
+        if not self._cluster.is_current(seat):
+            return
+        if isinstance(event, Ready | StartFailed | Heartbeat | LinkReady | Audited):
+            self._cluster.on_event(seat, event)
+        else:
+            self._scheduler.on_event(seat, event)
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._stop_asked.is_set():
+            self._abort_asked.set()
+        self._stop_asked.set()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Taken first of all, so that a port in use is known before anything is started.
+
+    Raises: StartError.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.setblocking(False)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartError(
+            f"cannot listen on {host}:{port} (server.host, server.port): {reason}"
+        ) from error
+    return listener
+
+
+def _leaves(group: BaseExceptionGroup[MemServeError]) -> list[MemServeError]:
+    """The errors of a group of groups."""
+    leaves: list[MemServeError] = []
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            leaves += _leaves(error)
+        else:
+            leaves.append(error)
+    return leaves

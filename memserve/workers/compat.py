@@ -1,0 +1,339 @@
+"""Everything that touches an internal of vLLM which may move between its versions.
+
+Collaborators: `main.py` builds the engine here; `engine_loop.py` steps it through `Engine`;
+`connector.py` is built by vLLM itself, and finds its host in the configuration made here.
+
+The engine is an unmodified vLLM wheel. What this module reaches into: the constructor and `step_fn`
+of `EngineCore`, the scheduler's queues and block pool, the list of KV layouts that the CPU backend
+admits to, and the one call that allocates the KV cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import vllm
+from torch.overrides import TorchFunctionMode
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, is_full_attention_spec
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from memserve.errors import ConfigError, RequestError, StartError
+from memserve.types import Geometry
+
+if TYPE_CHECKING:
+    from memserve.workers.connector import ConnectorHost
+
+SUPPORTED_VLLM = "0.32"
+"""Minor version; every patch release of it is accepted."""
+
+HOST_KEY = "memserve_host"
+LAYOUT_KEY = "memserve_layout"
+
+_BLOCK_FIRST = KVCacheLayout.BLHNC
+_LAYER_FIRST = KVCacheLayout.LBHNC
+_OWNED_ARGUMENTS = {
+    "model": "models.model",
+    "kv_transfer_config": "transfer",
+    "kv_cache_memory_bytes": "mempool.hbm_mb",
+    "enable_prefix_caching": "cluster.caching",
+}
+"""Engine arguments that MemServe sets itself, and the key to use instead."""
+
+
+# ── building the engine ───────────────────────────────────────────────────────────────────────
+
+
+def check_version(version: str = vllm.__version__) -> None:
+    """Raises: StartError if this vLLM is not a supported one."""
+    if ".".join(version.split(".")[:2]) != SUPPORTED_VLLM:
+        raise StartError(f"vLLM {version} is installed; supported: {SUPPORTED_VLLM}.*")
+
+
+def make_config(
+    model: str,
+    engine: Mapping[str, Any],
+    *,
+    engine_id: str,
+    kv_bytes: int | None,
+    layout: str,
+    host: ConnectorHost,
+) -> VllmConfig:
+    """The engine's configuration.
+
+    `engine`: further fields of `EngineArgs`. `layout`: auto, block_first or layer_first. `host`
+    travels in the connector's own section of the configuration, which vLLM hands to the connector
+    as it is: so the connector finds its worker without a module-level registry.
+
+    Raises: ConfigError, StartError; what vLLM's own checks raise.
+    """
+    check_version()
+    _check_arguments(engine)
+    if current_platform.is_cpu() and layout != "layer_first":
+        _allow_block_first_on_cpu()
+    wanted = _LAYER_FIRST if layout == "layer_first" else _BLOCK_FIRST
+    transfer = KVTransferConfig(
+        kv_connector="MemServeConnector",
+        kv_connector_module_path="memserve.workers.connector",
+        kv_role="kv_both",
+        engine_id=engine_id,
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={HOST_KEY: host, LAYOUT_KEY: wanted.name},
+    )
+    arguments = EngineArgs(
+        model=model,
+        kv_transfer_config=transfer,
+        kv_cache_memory_bytes=kv_bytes,
+        enable_prefix_caching=True,
+        **engine,
+    )
+    return arguments.create_engine_config()
+
+
+def _check_arguments(engine: Mapping[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in engine:
+        if name not in known:
+            raise ConfigError.unknown_key(f"engine.{name}", (f"engine.{k}" for k in known))
+        if name in _OWNED_ARGUMENTS:
+            raise ConfigError(f"engine.{name}", f"is set by {_OWNED_ARGUMENTS[name]}")
+
+
+def _allow_block_first_on_cpu() -> None:
+    """Let the CPU backend take the block-first layout.
+
+    It declares the layer-first one alone, but its kernels address blocks by strides and read and
+    write the block-first one as well; the layout's integration test compares tokens.
+    """
+    layouts = (_LAYER_FIRST, _BLOCK_FIRST)
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)
+
+
+def check_kv_groups(config: KVCacheConfig) -> None:
+    """Raises: StartError unless the model has one kind of KV, kept for the whole prompt."""
+    groups = config.kv_cache_groups
+    if len(groups) != 1:
+        raise StartError(
+            f"the model has {len(groups)} KV cache groups (layers whose KV is kept in different"
+            " ways); supported: models with one"
+        )
+    if not is_full_attention_spec(groups[0].kv_cache_spec):
+        name = type(groups[0].kv_cache_spec).__name__
+        raise StartError(f"the model's KV cache is a {name}; supported: full attention")
+
+
+class _KvCachePlacement(TorchFunctionMode):
+    """Inside it, the KV cache's `torch.zeros` gets its memory from `make`."""
+
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        is_raw = kwargs.get("dtype") is torch.int8 and len(args) == 1
+        if func is torch.zeros and is_raw and isinstance(args[0], int):
+            return self._make(args[0])
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def place_kv_cache(make: Callable[[int], torch.Tensor]) -> Iterator[None]:
+    """Take the KV cache's memory from `make(size_bytes)`, which returns a zeroed int8 tensor."""
+    with _KvCachePlacement(make):
+        yield
+
+
+def geometry_of(model: str, block_size: int, kv_caches: Mapping[str, torch.Tensor]) -> Geometry:
+    """How the registered KV cache lies in its one buffer.
+
+    Shapes: per layer `[num_blocks, num_heads, block_size, content]`, with K and V in `content`.
+
+    Raises: StartError if the pages differ, overlap or have holes.
+    """
+    layers = list(kv_caches.values())
+    first = layers[0]
+    page = first[0]
+    page_bytes = page.numel() * page.element_size()
+    for name, layer in kv_caches.items():
+        is_alike = layer.shape == first.shape and layer.stride() == first.stride()
+        if not is_alike or layer.dtype is not first.dtype:
+            raise StartError(f"the KV cache of layer {name} lies unlike the first layer's")
+        if layer.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            raise StartError(f"the KV cache of layer {name} is in a buffer of its own")
+    span = 1 + sum((size - 1) * step for size, step in zip(page.shape, page.stride(), strict=True))
+    if span != page.numel():
+        raise StartError("the KV of a block and layer is not contiguous in this layout")
+    base = first.untyped_storage().data_ptr()
+    return Geometry(
+        model=model,
+        dtype=str(first.dtype).removeprefix("torch."),
+        block_size=block_size,
+        num_blocks=first.shape[0],
+        num_kv_heads=first.shape[1],
+        page_bytes=page_bytes,
+        block_stride=first.stride(0) * first.element_size(),
+        layer_offsets=tuple(layer.data_ptr() - base for layer in layers),
+    )
+
+
+# ── the engine ────────────────────────────────────────────────────────────────────────────────
+
+
+class Engine:
+    """vLLM's `EngineCore`, as far as the engine loop needs it. Not thread-safe, as it is itself."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        """Load the model and build the KV cache. Raises: StartError; what vLLM raises."""
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._scheduler: Any = self._core.scheduler
+
+    # Properties of the model and the pool.
+
+    @property
+    def block_pool(self) -> BlockPool:
+        pool: BlockPool = self._scheduler.kv_cache_manager.block_pool
+        return pool
+
+    @property
+    def block_size(self) -> int:
+        size: int = self._core.vllm_config.cache_config.block_size
+        return size
+
+    @property
+    def max_model_len(self) -> int:
+        length: int = self._core.vllm_config.model_config.max_model_len
+        return length
+
+    def hash_request(self, token_ids: Sequence[int], salt: str | None) -> Request:
+        """A request that is never scheduled: vLLM computes the block hashes of the tokens."""
+        request = EngineCoreRequest(
+            request_id="hash",
+            prompt_token_ids=list(token_ids),
+            mm_features=None,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=salt,
+            data_parallel_rank=None,
+        )
+        return Request.from_engine_core_request(request, self._core.request_block_hasher)
+
+    # Requests.
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Queue a request. Raises: what vLLM's checks raise."""
+        self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def abort(self, request_id: str) -> None:
+        """End a request; the connector's hook runs. Unknown ids are ignored."""
+        self._core.abort_requests([request_id])
+
+    def step(self) -> tuple[EngineCoreOutputs | None, bool]:
+        """One step: the outputs (of the one client that there is), and whether the model ran."""
+        outputs, has_run = self._core.step_fn()
+        self._core.post_step(has_run)
+        return (outputs or {}).get(0), has_run
+
+    # Load.
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._core.batch_queue) or self._scheduler.has_requests()
+
+    @property
+    def num_running(self) -> int:
+        num_running: int = self._scheduler.get_request_counts()[0]
+        return num_running
+
+    @property
+    def num_waiting(self) -> int:
+        num_waiting: int = self._scheduler.get_request_counts()[1]
+        return num_waiting
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether requests wait for nothing but blocks (not, say, for a grammar)."""
+        if self._core.batch_queue or self._scheduler.running:
+            return False
+        ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        return any(request.status in ready for request in self._scheduler.waiting)
+
+    def held_blocks(self) -> dict[str, list[int]]:
+        """Who holds which blocks in the engine itself, once per reference."""
+        manager = self._scheduler.kv_cache_manager
+        held = {
+            request_id: [block for block in manager.get_block_ids(request_id)[0] if block != 0]
+            for request_id in self._scheduler.requests
+        }
+        for fence, blocks in self._scheduler.deferred_frees:
+            held.setdefault(f"step {fence}", []).extend(block.block_id for block in blocks)
+        return {holder: blocks for holder, blocks in held.items() if blocks}
+
+    def shutdown(self) -> None:
+        """Stop the executor's processes and the scheduler's helpers, as this process ends.
+
+        Not the core's own `shutdown`, which takes a second to collect garbage for a process that
+        goes on.
+        """
+        self._core.model_executor.shutdown()
+        self._core.scheduler.shutdown()
+
+
+def complete_tokens(request: Request) -> int:
+    """How many of a finished request's tokens have their KV written.
+
+    The last token's KV never counts: nothing was computed from it. Steps in flight (asynchronous
+    scheduling) are counted by vLLM beforehand, and are taken off.
+    """
+    written = request.num_computed_tokens - request.num_in_flight_tokens
+    complete: int = max(0, min(written, request.num_tokens - 1))
+    return complete
+
+
+# ── what travels ──────────────────────────────────────────────────────────────────────────────
+
+
+class EngineCodec:
+    """vLLM's own msgpack codec, one buffer per message (tensors inline)."""
+
+    def __init__(self) -> None:
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._encoder = MsgpackEncoder(size_threshold=sys.maxsize)
+
+    def decode_request(self, data: bytes) -> EngineCoreRequest:
+        """Raises: RequestError."""
+        try:
+            request: EngineCoreRequest = self._decoder.decode(data)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise RequestError(
+                f"not an EngineCoreRequest of vLLM {vllm.__version__}: {error}"
+            ) from error
+        return request
+
+    def encode_outputs(self, outputs: EngineCoreOutputs) -> bytes:
+        """One step's outputs."""
+        return bytes(self._encoder.encode(outputs)[0])

@@ -1,0 +1,436 @@
+"""The life of a worker: serve the hub's commands between the engine's steps.
+
+Collaborators: `port.py` brings commands and takes events; `compat.Engine` is vLLM; `mempool.py` and
+`transfer.py` hold and move KV; `connector.py` calls the hooks from inside a step; `main.py` builds
+all of it. One thread does everything, so nothing is locked and no block changes hands unseen::
+
+    wait (busy: not at all; idle: until a command, a deadline or the next heartbeat)
+      └▶ serve all commands ─▶ let links go on ─▶ one engine step ─▶ Tokens, Finished, sources ┐
+      ◀────────────────────────────────────────────────────────────────────────────────────────┘
+
+The engine knows a request by an id of its own, `<request>/<attempt>`: a request that is placed
+again must not meet what is left in flight of its earlier attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from memserve.errors import ProtocolError, RequestError
+from memserve.messages import (
+    Abort,
+    Allocate,
+    AnyCommand,
+    AnyEvent,
+    Audit,
+    Audited,
+    Cancel,
+    Commit,
+    Decode,
+    Finished,
+    Heartbeat,
+    PeerJoined,
+    PeerLost,
+    PoolStats,
+    Prefill,
+    Refused,
+    Rejected,
+    ResetCache,
+    Started,
+    Stop,
+    TokenOutput,
+    Tokens,
+    Transmit,
+    TransmitFailed,
+)
+from memserve.types import BlockId, InstanceId, RequestId
+from memserve.workers.compat import Engine, EngineCodec, complete_tokens
+from memserve.workers.mempool import MemPool, Prefix
+from memserve.workers.records import Record, Records
+from memserve.workers.requests import decode_request, prefill_request
+from memserve.workers.transfer import Transfers, namespace
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_STARVED_WAIT_S = 0.005
+"""Between two steps of an engine whose requests all wait for blocks: only commands can help."""
+
+
+class Channel(Protocol):
+    """To the hub: `Port`, or a fake one."""
+
+    def send(self, event: AnyEvent) -> None: ...
+    def wait(self, timeout_s: float) -> None: ...
+    def receive(self) -> AnyCommand | None: ...
+
+
+class EngineLoop:
+    """One instance. Construct it, then `run`; `on_scheduled` and `on_finished` are the hooks."""
+
+    def __init__(
+        self,
+        instance: InstanceId,
+        epoch: int,
+        engine: Engine,
+        mempool: MemPool,
+        transfers: Transfers,
+        channel: Channel,
+        heartbeat_interval_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._instance = instance
+        self._epoch = epoch
+        self._engine = engine
+        self._mempool = mempool
+        self._transfers = transfers
+        self._channel = channel
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._clock = clock
+        self._codec = EngineCodec()
+        self._records = Records()
+        self._ended: list[Record] = []
+        """Ended in the present step, or by the present command; `Finished` is still to be said."""
+        self._hit_tokens = 0
+        self._query_tokens = 0
+        self._next_heartbeat = 0.0
+        self._is_starved = False
+        self._is_stopping = False
+
+    # ── the loop ──────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> None:
+        """Until `Stop`, or `stop`. Raises: what breaks the engine; the process must end then."""
+        while not self._is_stopping:
+            self._channel.wait(self._patience_s())
+            self._serve()
+            self._transfers.poll()
+            self._transfers.expire()
+            falls_idle = False
+            if self._engine.is_busy:
+                self._step()
+                falls_idle = not self._engine.is_busy
+            if falls_idle or self._clock() >= self._next_heartbeat:
+                self._beat()
+
+    def stop(self) -> None:
+        """End `run` after the present step. May be called from a signal handler."""
+        self._is_stopping = True
+
+    def _patience_s(self) -> float:
+        """How long nothing but a command can matter."""
+        if self._transfers.is_active:
+            return 0.0
+        if self._engine.is_busy:
+            return _STARVED_WAIT_S if self._is_starved else 0.0
+        until = self._next_heartbeat
+        if (deadline := self._transfers.next_deadline()) is not None:
+            until = min(until, deadline)
+        return until - self._clock()
+
+    def _serve(self) -> None:
+        while not self._is_stopping and (command := self._channel.receive()) is not None:
+            if command.epoch == self._epoch:
+                self._dispatch(command)
+            else:
+                logger.warning(
+                    "ignored a command of epoch %d: %s", command.epoch, type(command).__name__
+                )
+
+    def _step(self) -> None:
+        outputs, has_run = self._engine.step()
+        if outputs is not None and outputs.outputs:
+            self._send_tokens(outputs)
+        self._report_ended()
+        self._is_starved = not has_run and self._engine.is_starved
+        if self._is_starved and (num_blocks := self._transfers.relax()):
+            logger.info("requests wait for blocks: released %d that had arrived early", num_blocks)
+
+    def _beat(self) -> None:
+        self._next_heartbeat = self._clock() + self._heartbeat_interval_s
+        self._emit(Heartbeat(instance=self._instance, epoch=self._epoch, stats=self.stats()))
+
+    # ── commands ──────────────────────────────────────────────────────────────────────────────
+
+    def _dispatch(self, command: AnyCommand) -> None:
+        match command:
+            case Prefill():
+                self._prefill(command)
+            case Decode():
+                self._decode(command)
+            case Allocate():
+                self._allocate(command)
+            case Transmit():
+                self._transmit(command)
+            case Commit():
+                self._transfers.commit(command)
+            case Cancel():
+                self._transfers.cancel(command)
+            case Abort():
+                self._abort(command)
+            case PeerJoined():
+                self._transfers.peer_joined(command)
+            case PeerLost():
+                self._transfers.peer_lost(command.peer, command.peer_epoch)
+            case Audit():
+                self._audit(command)
+            case ResetCache():
+                logger.info("dropped %d historical blocks", self._mempool.reset())
+            case Stop():
+                self._is_stopping = True
+
+    def _prefill(self, command: Prefill) -> None:
+        self._forget(command.request_id)
+        record = self._records.learn(command.request_id, 0, command.prompt_token_ids)
+
+        def build(request: EngineCoreRequest, engine_id: str, salt: str | None) -> None:
+            prefill_request(request, command, engine_id, salt)
+
+        self._start(record, command, build)
+
+    def _decode(self, command: Decode) -> None:
+        try:
+            record = self._records.learn(
+                command.request_id, command.known_tokens, command.token_ids
+            )
+        except ProtocolError as error:
+            self._reject(command, error)
+            return
+        token_ids = record.tokens[: command.known_tokens + len(command.token_ids)]
+
+        def build(request: EngineCoreRequest, engine_id: str, salt: str | None) -> None:
+            decode_request(request, command, token_ids, engine_id, salt)
+
+        self._start(record, command, build)
+
+    def _start(
+        self,
+        record: Record,
+        command: Prefill | Decode,
+        build: Callable[[EngineCoreRequest, str, str | None], None],
+    ) -> None:
+        """Put the request into the engine. A request that the engine refuses must not break it."""
+        if record.engine_id is not None:
+            self._reject(command, RequestError(f"it runs here already, as {record.engine_id}"))
+            return
+        record.attempt = command.attempt
+        record.hold = command.hold
+        record.is_private = command.is_private
+        record.held_tokens = 0
+        engine_id = f"{record.id}/{command.attempt}"
+        try:
+            self._check_length(record)
+            request = self._codec.decode_request(command.request)
+            salt = request.cache_salt
+            build(request, engine_id, namespace(record.id, salt) if record.is_private else salt)
+            self._records.enter_engine(record, engine_id)
+            self._engine.add(request)
+        except RequestError as error:
+            self._reject(command, error)
+        except Exception as error:  # the request's boundary: vLLM's own checks raise anything
+            logger.exception("%s: the engine cannot take %s", self._instance, engine_id)
+            self._drop_from_engine(record)
+            self._reject(command, error)
+
+    def _check_length(self, record: Record) -> None:
+        longest = self._engine.max_model_len - 1
+        if not 1 <= len(record.tokens) <= longest:
+            raise RequestError(f"a prompt of {len(record.tokens)} tokens; allowed: 1 to {longest}")
+
+    def _reject(self, command: Prefill | Decode, error: Exception) -> None:
+        self._emit(
+            Rejected(
+                instance=self._instance,
+                epoch=self._epoch,
+                request_id=command.request_id,
+                attempt=command.attempt,
+                message=str(error) or type(error).__name__,
+            )
+        )
+
+    def _allocate(self, command: Allocate) -> None:
+        try:
+            record = self._records.learn(
+                command.request_id, command.known_tokens, command.token_ids
+            )
+        except ProtocolError as error:
+            self._emit(
+                Refused(
+                    instance=self._instance,
+                    epoch=self._epoch,
+                    transfer_id=command.transfer_id,
+                    reason=str(error),
+                )
+            )
+            return
+        num_tokens = command.known_tokens + len(command.token_ids)
+        self._transfers.allocate(command, record.tokens[:num_tokens])
+
+    def _transmit(self, command: Transmit) -> None:
+        if self._records.get(command.request_id) is not None:
+            self._transfers.transmit(command)
+            return
+        self._emit(
+            TransmitFailed(
+                instance=self._instance,
+                epoch=self._epoch,
+                transfer_id=command.transfer_id,
+                reason=f"unknown request {command.request_id}",
+            )
+        )
+
+    def _abort(self, command: Abort) -> None:
+        record = self._records.get(command.request_id)
+        if not command.hold:
+            self._forget(command.request_id)
+        elif record is None:
+            self._finish(command.request_id, attempt=0, held_tokens=0)
+        elif record.engine_id is not None:
+            record.hold = True
+            self._engine.abort(record.engine_id)
+            self._report_ended()
+        else:  # it has ended by itself, or never began; what is pinned stays pinned
+            self._finish(record.id, record.attempt, record.held_tokens)
+
+    def _forget(self, request_id: RequestId) -> None:
+        record = self._records.get(request_id)
+        if record is None:
+            return
+        self._drop_from_engine(record)
+        self._records.forget(request_id)
+        self._transfers.drop_source(request_id)
+        self._transfers.forget(request_id)
+
+    def _drop_from_engine(self, record: Record) -> None:
+        """Abort it, if it runs, and say nothing about it."""
+        if record.engine_id is not None:
+            record.hold = False
+            self._engine.abort(record.engine_id)
+            self._ended.clear()  # between steps nobody else is in it
+            self._records.leave_engine(record)
+
+    def _audit(self, command: Audit) -> None:
+        engine_blocks = {
+            f"request {holder}": [BlockId(block_id) for block_id in block_ids]
+            for holder, block_ids in self._engine.held_blocks().items()
+        }
+        problems = self._mempool.check_integrity(engine_blocks) + self._transfers.check_integrity()
+        holders = [f"{holder}: {len(ids)} blocks" for holder, ids in engine_blocks.items()]
+        holders += self._mempool.holders()
+        holders += [f"{r.id}: {len(r.tokens)} tokens known" for r in self._records]
+        self._emit(
+            Audited(
+                instance=self._instance,
+                epoch=self._epoch,
+                audit_id=command.audit_id,
+                stats=self.stats(),
+                problems=problems,
+                holders=holders,
+            )
+        )
+
+    # ── the engine's hooks (see connector.ConnectorHost) ──────────────────────────────────────
+
+    def on_scheduled(self, engine_id: str, cached_tokens: int) -> None:
+        """Say it before the step runs: the hub allocates on D while the prompt is computed."""
+        record = self._records.running(engine_id)
+        if record is None:
+            return
+        self._query_tokens += len(record.tokens)
+        self._hit_tokens += cached_tokens
+        self._transfers.scheduled(record.id)
+        self._emit(
+            Started(
+                instance=self._instance,
+                epoch=self._epoch,
+                request_id=record.id,
+                attempt=record.attempt,
+                cached_tokens=cached_tokens,
+            )
+        )
+
+    def on_finished(self, request: Request, block_ids: list[int]) -> None:
+        """Pin what is to be sent, while the request still has its blocks."""
+        record = self._records.running(request.request_id)
+        if record is None:
+            return
+        if record.is_private:
+            # Blocks that are in use leave the index only; they are freed as empty ones.
+            self._mempool.delete_prefix(Prefix(request))
+        if record.hold:
+            record.held_tokens = complete_tokens(request)
+            held_ids = [BlockId(block_id) for block_id in block_ids]
+            self._transfers.hold_source(record.id, held_ids, record.held_tokens)
+        self._ended.append(record)
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────
+
+    def _send_tokens(self, outputs: EngineCoreOutputs) -> None:
+        """One message for the step; its outputs get the ids that the hub knows them by."""
+        known: list[EngineCoreOutput] = []
+        token_outputs: list[TokenOutput] = []
+        for out in outputs.outputs:
+            record = self._records.running(out.request_id)
+            if record is None:
+                continue
+            reason = None if out.finish_reason is None else str(out.finish_reason)
+            out.request_id = record.id
+            known.append(out)
+            token_outputs.append(
+                TokenOutput(record.id, record.attempt, list(out.new_token_ids), reason)
+            )
+        outputs.outputs = known
+        if known:
+            self._emit(
+                Tokens(
+                    instance=self._instance,
+                    epoch=self._epoch,
+                    outputs=token_outputs,
+                    payload=self._codec.encode_outputs(outputs),
+                )
+            )
+
+    def _report_ended(self) -> None:
+        """`Finished` goes out before what `source_ready` sends."""
+        ended, self._ended = self._ended, []
+        for record in ended:
+            self._records.leave_engine(record)
+            self._finish(record.id, record.attempt, record.held_tokens)
+            if record.hold:
+                self._transfers.source_ready(record.id)
+
+    def _finish(self, request_id: RequestId, attempt: int, held_tokens: int) -> None:
+        self._emit(
+            Finished(
+                instance=self._instance,
+                epoch=self._epoch,
+                request_id=request_id,
+                attempt=attempt,
+                held_tokens=held_tokens,
+            )
+        )
+
+    def _emit(self, event: AnyEvent) -> None:
+        self._channel.send(event)
+
+    def stats(self) -> PoolStats:
+        """The pool and the queues now."""
+        counts = self._mempool.stats()
+        return PoolStats(
+            total_blocks=counts.total,
+            free_blocks=counts.free,
+            historical_blocks=counts.historical,
+            active_blocks=counts.active,
+            reserved_blocks=self._transfers.reserved_blocks,
+            quarantined_blocks=self._transfers.quarantined_blocks,
+            pinned_requests=self._transfers.pinned_requests,
+            running_requests=self._engine.num_running,
+            waiting_requests=self._engine.num_waiting,
+            prefix_hit_tokens=self._hit_tokens,
+            prefix_query_tokens=self._query_tokens,
+        )

@@ -1,0 +1,185 @@
+"""What a link is: the way from this instance's KV blocks into one peer's.
+
+Collaborators: `transfer.py` opens one link per peer and is the only caller; `shm.py` (same host)
+and `fake.py` (tests) are links. `tests/contract/test_links.py` holds what every link must do.
+
+All links so far are one-sided: the sender writes, the receiver only counts what it is told. A
+two-sided link (NCCL) needs the receiver to post the blocks of a transfer when it allocates them;
+its place is a method beside `send`, called by the receiving `Transfers`. `send` and `poll` are
+apart so that a link may work in the background, on a stream or a thread of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Protocol
+
+import msgspec
+
+from memserve.errors import GeometryMismatchError, TransferError
+from memserve.messages import PeerJoined
+from memserve.types import BlockId, Geometry, InstanceId, TransferId
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One transfer has ended: the link neither reads nor writes any block for it any more."""
+
+    transfer_id: TransferId
+    size_bytes: int
+    """Counted by what was written, not by what was asked for."""
+    seconds: float
+    """From `send` to the end."""
+    error: str | None = None
+
+
+class Link(Protocol):
+    """One direction to one peer. Not thread-safe: one thread makes all calls."""
+
+    @property
+    def kind(self) -> str:
+        """`shm`, …: as shown in the status."""
+        ...
+
+    def send(
+        self,
+        transfer_id: TransferId,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        """Start writing own block `source_ids[i]` into the peer's block `target_ids[i]`, all `i`.
+
+        At least one block; exactly one completion follows, also if anything is wrong.
+        """
+        ...
+
+    def poll(self) -> list[Completion]:
+        """Make progress for a bounded time; what has ended since the last call."""
+        ...
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        """End the transfer soon, with an error. Its completion says when that has happened."""
+        ...
+
+    def close(self) -> None:
+        """Stop everything; on return the link touches no memory. No completions follow."""
+        ...
+
+
+class LinkOpener(Protocol):
+    """Opens and warms up the link to a peer that has joined."""
+
+    def __call__(self, peer: PeerJoined) -> Link:
+        """Raises: TransferError (the peer's memory cannot be reached from here)."""
+        ...
+
+
+_MUST_BE_EQUAL = (
+    "model",
+    "dtype",
+    "block_size",
+    "num_layers",
+    "num_kv_heads",
+    "page_bytes",
+    "tp_rank",
+    "tp_size",
+)
+
+
+def require_compatible(
+    own: Geometry, peer: Geometry, own_name: InstanceId, peer_name: InstanceId
+) -> None:
+    """Whether a block of one means the same on the other. Raises: GeometryMismatchError."""
+    differences = [
+        f"{name} is {getattr(own, name)!r} on {own_name} and {getattr(peer, name)!r} on {peer_name}"
+        for name in _MUST_BE_EQUAL
+        if getattr(own, name) != getattr(peer, name)
+    ]
+    if differences:
+        raise GeometryMismatchError(
+            f"{own_name} and {peer_name} cannot exchange KV blocks: {'; '.join(differences)}"
+        )
+
+
+Piece = tuple[int, int, int]
+"""Byte offset at the source, byte offset at the target, length: contiguous on both sides."""
+
+
+def plan_pieces(
+    source: Geometry,
+    target: Geometry,
+    source_ids: Sequence[BlockId],
+    target_ids: Sequence[BlockId],
+) -> list[Piece]:
+    """The fewest contiguous pieces that make up these blocks; pure.
+
+    Aggregated blocks give one piece per run of neighbouring blocks. If the pages of a block lie
+    apart on either side, each of the L layers gives its own pieces.
+    Raises: TransferError for block ids that do not exist or do not pair up.
+    """
+    if len(source_ids) != len(target_ids):
+        raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
+    _require_existing(source, source_ids, "source")
+    _require_existing(target, target_ids, "target")
+    runs = _runs(source_ids, target_ids)
+    if _has_whole_blocks(source) and _has_whole_blocks(target):
+        layers = [(source.layer_offsets[0], target.layer_offsets[0], source.block_bytes)]
+    else:
+        layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
+    pieces: list[Piece] = []
+    for source_offset, target_offset, size in layers:
+        if not source.block_stride == target.block_stride == size:
+            runs = _single(runs)
+        pieces += (
+            (
+                source_offset + first_source * source.block_stride,
+                target_offset + first_target * target.block_stride,
+                length * size,
+            )
+            for first_source, first_target, length in runs
+        )
+    return pieces
+
+
+def _require_existing(geometry: Geometry, block_ids: Sequence[BlockId], side: str) -> None:
+    unknown = [b for b in block_ids if not 0 <= b < geometry.num_blocks]
+    if unknown:
+        last = geometry.num_blocks - 1
+        raise TransferError(f"the {side} has no block {unknown[0]}, only 0 to {last}")
+
+
+def _has_whole_blocks(geometry: Geometry) -> bool:
+    """Whether the pages of a block touch each other (blocks may still lie apart)."""
+    first = geometry.layer_offsets[0]
+    return all(
+        offset == first + layer * geometry.page_bytes
+        for layer, offset in enumerate(geometry.layer_offsets)
+    )
+
+
+_Run = tuple[int, int, int]  # first source block, first target block, number of blocks
+
+
+def _runs(source_ids: Sequence[int], target_ids: Sequence[int]) -> list[_Run]:
+    """Pairs merged where both sides go on by one."""
+    runs: list[_Run] = []
+    first_source = first_target = length = 0
+    for source_id, target_id in zip(source_ids, target_ids, strict=True):
+        if length and source_id == first_source + length and target_id == first_target + length:
+            length += 1
+            continue
+        if length:
+            runs.append((first_source, first_target, length))
+        first_source, first_target, length = source_id, target_id, 1
+    if length:
+        runs.append((first_source, first_target, length))
+    return runs
+
+
+def _single(runs: Sequence[_Run]) -> list[_Run]:
+    """The same pairs, one by one."""
+    return [
+        (first_source + i, first_target + i, 1)
+        for first_source, first_target, length in runs
+        for i in range(length)
+    ]

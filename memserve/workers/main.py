@@ -1,0 +1,262 @@
+"""A worker's process, from the fork to its end.
+
+Collaborators: `zygote.py` forks it with a `WorkerSpec`; `compat.py` builds the engine; everything
+else runs in `engine_loop.py`. This is the only place that knows how a worker's parts fit together.
+
+Exit codes: 0 told to stop, 1 a fault in the running engine, 2 the engine could not be built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NoReturn
+
+import pydantic
+import torch
+from vllm.platforms import current_platform
+
+from memserve.errors import MemServeError, StartError
+from memserve.messages import PROTOCOL_VERSION, PeerJoined, Ready, StartFailed
+from memserve.types import Geometry
+from memserve.workers.compat import Engine, geometry_of, make_config, place_kv_cache
+from memserve.workers.engine_loop import EngineLoop
+from memserve.workers.environment import set_engine_environment
+from memserve.workers.kvbuffer import KvBuffer
+from memserve.workers.links.base import Link
+from memserve.workers.links.shm import KIND as SHM
+from memserve.workers.links.shm import open_shm
+from memserve.workers.mempool import MemPool
+from memserve.workers.port import Port
+from memserve.workers.spec import WorkerSpec
+from memserve.workers.transfer import Transfers
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_MAX_MESSAGE_CHARS = 500
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def run_worker(spec: WorkerSpec, parent_pid: int) -> NoReturn:
+    """Be this worker; the process ends here. `parent_pid`: it must not outlive that process.
+
+    Standard output and error are the worker's log already.
+    """
+    status = 1
+    try:
+        _die_with(parent_pid)
+        _set_up_process(spec)
+        status = _serve(spec)
+    except Exception:  # the process's boundary
+        logger.exception("%s epoch %d: the engine is broken", spec.instance, spec.epoch)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Nothing of the zygote, whose copy this process is, may run on the way out.
+        os._exit(status)
+
+
+def _serve(spec: WorkerSpec) -> int:
+    """Build the engine and serve until told to stop; returns the exit code."""
+    port = Port(spec.hub_address, spec.instance, spec.epoch)
+    try:
+        worker = Worker(spec, port)
+    except Exception as error:  # whatever it is, the user has to see it
+        if not isinstance(error, MemServeError):
+            logger.exception("%s: the engine could not be built", spec.instance)
+        message = describe(error)
+        logger.error("%s: %s", spec.instance, message)
+        port.send(StartFailed(instance=spec.instance, epoch=spec.epoch, message=message))
+        port.close()
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: worker.loop.stop())
+    with _WakeUp() as fd:
+        port.wake_on(fd)
+        worker.run()
+    return 0
+
+
+class Worker:
+    """The parts of one instance, built in order and closed in the opposite one."""
+
+    def __init__(self, spec: WorkerSpec, port: Port) -> None:
+        """Load the model. Raises: ConfigError, StartError; what vLLM raises."""
+        self._port = port
+        host = _Host(spec.model)
+        started_at = time.monotonic()
+        config = make_config(
+            spec.model,
+            spec.engine,
+            engine_id=f"{spec.instance}/{spec.epoch}",
+            kv_bytes=spec.kv_bytes,
+            layout=spec.layout,
+            host=host,
+        )
+        configured_at = time.monotonic()
+        self._engine = Engine(config)
+        built_at = time.monotonic()
+        geometry = host.geometry
+        if geometry is None:
+            raise StartError(f"{spec.model} has no KV cache")
+        if spec.layout == "block_first" and not geometry.is_aggregated:
+            raise StartError("mempool.layout: the attention backend cannot do block_first")
+        self._buffer = host.buffer
+        mempool = MemPool(
+            self._engine.block_pool,
+            self._engine.block_size,
+            self._engine.hash_request,
+            spec.reserve_blocks,
+        )
+        self._transfers = Transfers(
+            mempool,
+            geometry,
+            self._open_link,
+            spec.instance,
+            spec.epoch,
+            time.monotonic,
+            port.send,
+        )
+        self._geometry = geometry
+        self.loop = EngineLoop(
+            spec.instance,
+            spec.epoch,
+            self._engine,
+            mempool,
+            self._transfers,
+            port,
+            spec.heartbeat_interval_s,
+            time.monotonic,
+        )
+        host.loop = self.loop
+        port.send(
+            Ready(
+                instance=spec.instance,
+                epoch=spec.epoch,
+                protocol=PROTOCOL_VERSION,
+                geometry=geometry,
+                addresses={} if self._buffer is None else {SHM: self._buffer.address},
+                max_model_len=self._engine.max_model_len,
+                stats=self.loop.stats(),
+                startup_s={
+                    "config": configured_at - started_at,
+                    "model": host.asked_for_memory_at - configured_at,
+                    "kv cache": built_at - host.asked_for_memory_at,
+                },
+            )
+        )
+
+    def run(self) -> None:
+        """Serve until told to stop, then give everything back."""
+        self.loop.run()
+        self._transfers.close()
+        self._engine.shutdown()
+        if self._buffer is not None:
+            self._buffer.close()
+        self._port.close()
+
+    def _open_link(self, peer: PeerJoined) -> Link:
+        """See `links.base.LinkOpener`."""
+        assert self._buffer is not None
+        return open_shm(self._buffer, self._geometry, peer)
+
+
+class _Host:
+    """What the connector finds in the engine's configuration (`connector.ConnectorHost`).
+
+    It exists before the engine does, and passes the running engine's hooks on to the loop.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.loop: EngineLoop | None = None
+        self.buffer: KvBuffer | None = None
+        self.geometry: Geometry | None = None
+        self.asked_for_memory_at = time.monotonic()
+
+    def kv_cache_memory(self) -> AbstractContextManager[None] | None:
+        self.asked_for_memory_at = time.monotonic()
+        return place_kv_cache(self._make_buffer) if current_platform.is_cpu() else None
+
+    def _make_buffer(self, size_bytes: int) -> torch.Tensor:
+        if self.buffer is not None:
+            raise StartError("the KV cache consists of several buffers; supported: one")
+        self.buffer = KvBuffer.create(size_bytes)
+        return self.buffer.tensor
+
+    def on_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_size: int) -> None:
+        self.geometry = geometry_of(self._model, block_size, kv_caches)
+        if self.buffer is not None:
+            memory = next(iter(kv_caches.values())).untyped_storage()
+            if memory.data_ptr() != self.buffer.tensor.data_ptr():
+                raise StartError("vLLM did not take the KV cache's memory from the shared buffer")
+
+    def on_scheduled(self, request_id: str, cached_tokens: int) -> None:
+        if self.loop is not None:
+            self.loop.on_scheduled(request_id, cached_tokens)
+
+    def on_finished(self, request: Request, block_ids: list[int]) -> None:
+        if self.loop is not None:
+            self.loop.on_finished(request, block_ids)
+
+
+def describe(error: Exception) -> str:
+    """One line for a user, of whatever stopped the start."""
+    if isinstance(error, pydantic.ValidationError):
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        text = f"engine.{place}: {first['msg']}" if place else first["msg"]
+    else:
+        text = str(error).strip()
+    line = " ".join(text.split()) or type(error).__name__
+    if len(line) > _MAX_MESSAGE_CHARS:
+        line = line[: _MAX_MESSAGE_CHARS - 1] + "…"
+    return line
+
+
+# ── the process ───────────────────────────────────────────────────────────────────────────────
+
+
+def _die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, also in the middle of a step."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:  # it died before the request to the kernel
+        os._exit(1)
+
+
+def _set_up_process(spec: WorkerSpec) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the orchestrator ends its workers, in order
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(spec.environment)
+    set_engine_environment(os.environ, num_threads=spec.num_threads, log_level=spec.log_level)
+    os.environ["TMPDIR"] = tempfile.tempdir = spec.run_dir
+    torch.set_num_threads(spec.num_threads)
+    level = spec.log_level.upper()
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=_LOG_FORMAT, force=True)
+    logging.getLogger("memserve").setLevel(level)
+    logging.getLogger("vllm").setLevel(level)
+
+
+class _WakeUp:
+    """A file descriptor that becomes readable when a signal has been handled."""
+
+    def __enter__(self) -> int:
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self._read
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.set_wakeup_fd(-1)
+        os.close(self._read)
+        os.close(self._write)

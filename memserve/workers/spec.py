@@ -1,0 +1,171 @@
+"""What the cluster manager and the zygote say to each other, and what a worker has to know.
+
+Collaborators: `cluster.py` at one end of a socket pair, `zygote.py` at the other. Each frame is a
+big-endian 32-bit length and a msgpack body. This module imports neither torch nor vllm, for the
+orchestrator imports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+
+from memserve.errors import ProtocolError
+from memserve.types import InstanceId, Role
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a worker is born with."""
+
+    instance: InstanceId
+    epoch: int
+    role: Role
+    hub_address: str
+    """The hub's `ipc://` address."""
+    run_dir: str
+    """Private to the user; temporary files go there, and vanish with it."""
+    log_path: str
+    """Becomes the worker's standard output and error."""
+    log_level: str = "info"
+    model: str
+    """A folder, or a name that vLLM can fetch."""
+    engine: dict[str, Any] = {}
+    """Further fields of vLLM's `EngineArgs`."""
+    kv_bytes: int | None
+    """Size of the KV cache; None: what vLLM finds free."""
+    layout: str = "auto"
+    """auto, block_first or layer_first."""
+    reserve_blocks: int = 1
+    """Blocks that stay free when a peer asks for some."""
+    heartbeat_interval_s: float = 1.0
+    num_threads: int = 1
+    """Of torch's operators on the CPU."""
+    environment: dict[str, str] = {}
+    """Set in the worker alone, before its engine is built."""
+
+
+class Fork(msgspec.Struct, frozen=True, tag=True):
+    """Start a worker."""
+
+    spec: WorkerSpec
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    """SIGKILL this worker. Ignored if the pid is not a living child of the zygote."""
+
+    pid: int
+
+
+class Imported(msgspec.Struct, frozen=True, tag=True):
+    """The zygote has the engine's modules in memory."""
+
+    seconds: float
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    """The worker's process exists."""
+
+    instance: InstanceId
+    epoch: int
+    pid: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """The worker's process is gone, and reaped. Said exactly once."""
+
+    instance: InstanceId
+    epoch: int
+    pid: int
+    status: int
+    """Exit code, or the negative number of the signal that ended it."""
+
+
+AnyRequest: TypeAlias = Fork | Kill
+AnyNotice: TypeAlias = Imported | Forked | Exited
+
+_Message = TypeVar("_Message")
+
+_HEADER = struct.Struct(">I")
+_MAX_FRAME_BYTES = 1 << 20
+"""Far more than any of these messages takes: a longer frame means that the stream is broken."""
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
+_notice_decoder: msgspec.msgpack.Decoder[AnyNotice] = msgspec.msgpack.Decoder(AnyNotice)
+
+
+def encode_frame(message: AnyRequest | AnyNotice) -> bytes:
+    """Header and body."""
+    body = _encoder.encode(message)
+    return _HEADER.pack(len(body)) + body
+
+
+# ── the orchestrator's end: asyncio ───────────────────────────────────────────────────────────
+
+
+def write_request(writer: asyncio.StreamWriter, request: AnyRequest) -> None:
+    """Queue one request."""
+    writer.write(encode_frame(request))
+
+
+async def read_notice(reader: asyncio.StreamReader) -> AnyNotice:
+    """The next notice. Raises: EOFError if the zygote is gone, ProtocolError."""
+    header = await reader.readexactly(_HEADER.size)
+    body = await reader.readexactly(_length(header))
+    return _decode(_notice_decoder, body)
+
+
+# ── the zygote's end, and tests: blocking sockets ─────────────────────────────────────────────
+
+
+def send_frame(sock: socket.socket, message: AnyRequest | AnyNotice) -> None:
+    """Write one message. Raises: OSError if the other end is gone."""
+    sock.sendall(encode_frame(message))
+
+
+def receive_request(sock: socket.socket) -> AnyRequest:
+    """Block for the next request. Raises: EOFError if the other end is gone, ProtocolError."""
+    return _decode(_request_decoder, _receive_body(sock))
+
+
+def receive_notice(sock: socket.socket) -> AnyNotice:
+    """Block for the next notice, within the socket's time-out.
+
+    Raises: EOFError if the other end is gone, TimeoutError, ProtocolError.
+    """
+    return _decode(_notice_decoder, _receive_body(sock))
+
+
+def _receive_body(sock: socket.socket) -> bytes:
+    return _receive_exactly(sock, _length(_receive_exactly(sock, _HEADER.size)))
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        try:
+            piece = sock.recv(size - len(data))
+        except ConnectionError:  # it died with unread data in its buffer
+            piece = b""
+        if not piece:
+            raise EOFError("the other end of the socket pair is closed")
+        data += piece
+    return bytes(data)
+
+
+def _length(header: bytes) -> int:
+    length: int = _HEADER.unpack(header)[0]
+    if length > _MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {length} bytes; the longest allowed: {_MAX_FRAME_BYTES}")
+    return length
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message:
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a message of the zygote's channel: {error}") from error

@@ -1,0 +1,477 @@
+"""One instance's half of every transfer: allocate → transmit → insert (the paper's section 4.2).
+
+    receiver   Allocate ─▶ reservation ─┬─ Commit ─▶ inserted, pinned until its request is scheduled
+                               │        └─ Cancel ─▶ freed
+                               └─ deadline ─▶ quarantined: said, and kept, until Commit or Cancel
+
+    sender     Transmit ─▶ waiting ──────┬─▶ sending ─▶ Sent or TransmitFailed, pin dropped
+               hold_source ─▶ pinned ────┘
+               source_ready
+
+Each side's references in the pool have an owner named after the transfer or the request, and each
+path ends in exactly one drop of it. A reservation is freed only on command: the hub knows when the
+link is quiet, the receiver of a one-sided link does not. The sender never drops blocks that a link
+still reads: a cancelled transfer keeps them until the link reports its end.
+
+Collaborators: `engine_loop.py` passes the hub's commands on and sends the events that come out,
+`mempool.py` has the blocks, `links/` the wires. All in the engine's thread, between its steps
+(`hold_source`: inside one), without locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from memserve.errors import GeometryMismatchError, OutOfBlocksError, TransferError
+from memserve.messages import (
+    Allocate,
+    Allocated,
+    AnyEvent,
+    Cancel,
+    Commit,
+    Expired,
+    Inserted,
+    InsertFailed,
+    LinkReady,
+    PeerJoined,
+    Refused,
+    Sent,
+    Transmit,
+    TransmitFailed,
+)
+from memserve.types import BlockId, Geometry, InstanceId, RequestId, TransferId
+from memserve.workers.links.base import Completion, Link, LinkOpener, require_compatible
+from memserve.workers.mempool import MemPool, Prefix
+
+
+def namespace(request_id: RequestId, cache_salt: str | None) -> str:
+    """The cache salt under which a private request's KV is indexed, so that no other finds it."""
+    return f"memserve/private\0{request_id}\0{cache_salt or ''}"
+
+
+def reservation_owner(transfer_id: TransferId) -> str:
+    """Name in the pool of what a receiver holds until `Commit` or `Cancel`."""
+    return f"reservation of {transfer_id}"
+
+
+def arrival_owner(request_id: RequestId) -> str:
+    """Name in the pool of what is pinned from `Commit` until the request was scheduled."""
+    return f"arrival for {request_id}"
+
+
+def source_owner(request_id: RequestId) -> str:
+    """Name in the pool of what a request that has ended leaves pinned for its `Transmit`."""
+    return f"source of {request_id}"
+
+
+def sending_owner(transfer_id: TransferId) -> str:
+    """Name in the pool of what a link may be reading."""
+    return f"sending of {transfer_id}"
+
+
+class _Reservation(msgspec.Struct):
+    request_id: RequestId
+    prefix: Prefix
+    is_private: bool
+    hit_ids: list[BlockId]
+    new_ids: list[BlockId]
+    deadline_s: float
+    expires_at: float
+    is_quarantined: bool = False
+
+
+class _Source(msgspec.Struct):
+    block_ids: list[BlockId]
+    is_ready: bool = False
+
+
+class _Sending(msgspec.Struct):
+    request_id: RequestId
+    peer: InstanceId
+    num_blocks: int
+    end_reason: str | None = None
+    """Why it was cancelled."""
+
+
+class _Peer(msgspec.Struct):
+    epoch: int
+    link: Link
+
+
+class Transfers:
+    """Reservations, arrivals, sources and links of one instance."""
+
+    def __init__(
+        self,
+        mempool: MemPool,
+        geometry: Geometry,
+        open_link: LinkOpener,
+        instance: InstanceId,
+        epoch: int,
+        clock: Callable[[], float],
+        emit: Callable[[AnyEvent], None],
+    ) -> None:
+        """`emit` takes the events in order, from inside the calls below; `clock` is monotonic."""
+        self._mempool = mempool
+        self._geometry = geometry
+        self._open_link = open_link
+        self._instance = instance
+        self._epoch = epoch
+        self._clock = clock
+        self._emit = emit
+        self._reservations: dict[TransferId, _Reservation] = {}
+        self._arrivals: dict[RequestId, Prefix | None] = {}
+        """Committed for requests that have not been scheduled; the prefix only if it is private."""
+        self._waiting: dict[RequestId, Transmit] = {}
+        self._sources: dict[RequestId, _Source] = {}
+        self._sending: dict[TransferId, _Sending] = {}
+        self._peers: dict[InstanceId, _Peer] = {}
+
+    # ── receiver ──────────────────────────────────────────────────────────────────────────────
+
+    def allocate(self, command: Allocate, token_ids: Sequence[int]) -> None:
+        """Reserve blocks for the KV of `token_ids`: all tokens, also those known before.
+
+        Emits Allocated or Refused.
+        """
+        transfer_id = command.transfer_id
+        if transfer_id in self._reservations:
+            self._refuse(transfer_id, "the transfer has a reservation already")
+            return
+        salt = command.cache_salt
+        if command.is_private:
+            salt = namespace(command.request_id, salt)
+        prefix = self._mempool.prefix(token_ids, salt)
+        hit_ids = self._mempool.match_prefix(prefix)
+        owner = reservation_owner(transfer_id)
+        # The hits first: what alloc_mem evicts must not be among them.
+        self._mempool.pin(owner, hit_ids)
+        try:
+            new_ids = self._mempool.alloc_mem(prefix.num_blocks - len(hit_ids), owner)
+        except OutOfBlocksError as error:
+            self._mempool.unpin(owner)
+            self._refuse(transfer_id, str(error))
+            return
+        self._reservations[transfer_id] = _Reservation(
+            request_id=command.request_id,
+            prefix=prefix,
+            is_private=command.is_private,
+            hit_ids=hit_ids,
+            new_ids=new_ids,
+            deadline_s=command.deadline_s,
+            expires_at=self._clock() + command.deadline_s,
+        )
+        self._emit(
+            Allocated(
+                instance=self._instance,
+                epoch=self._epoch,
+                transfer_id=transfer_id,
+                hit_blocks=len(hit_ids),
+                block_ids=new_ids,
+            )
+        )
+
+    def commit(self, command: Commit) -> None:
+        """Insert the reserved blocks, if all their bytes were written.
+
+        Emits Inserted or InsertFailed.
+        """
+        transfer_id = command.transfer_id
+        reservation = self._reservations.pop(transfer_id, None)
+        if reservation is None:
+            self._fail_insert(transfer_id, "no such reservation")
+            return
+        owner = reservation_owner(transfer_id)
+        promised = len(reservation.new_ids) * self._geometry.block_bytes
+        if command.size_bytes != promised:
+            self._mempool.free_all(owner)
+            self._fail_insert(
+                transfer_id, f"{command.size_bytes} bytes were written, {promised} promised"
+            )
+            return
+        num_blocks = self._insert(owner, reservation, pin=command.pin)
+        self._emit(
+            Inserted(
+                instance=self._instance,
+                epoch=self._epoch,
+                transfer_id=transfer_id,
+                num_tokens=num_blocks * self._geometry.block_size,
+            )
+        )
+
+    def expire(self) -> None:
+        """Quarantine the reservations whose deadline has passed. Emits Expired for each."""
+        now = self._clock()
+        for transfer_id, reservation in self._reservations.items():
+            if now < reservation.expires_at:
+                continue
+            reservation.is_quarantined = True
+            reservation.expires_at = now + reservation.deadline_s
+            self._emit(Expired(instance=self._instance, epoch=self._epoch, transfer_id=transfer_id))
+
+    def next_deadline(self) -> float | None:
+        """When to call `expire` next, by the clock; None: not at all."""
+        return min((r.expires_at for r in self._reservations.values()), default=None)
+
+    def scheduled(self, request_id: RequestId) -> None:
+        """The request's own references hold its blocks now: drop what kept them for it."""
+        self._arrivals.pop(request_id, None)
+        self._mempool.unpin(arrival_owner(request_id))
+
+    def relax(self) -> int:
+        """Drop all pins on arrivals, when the engine starves; returns how many blocks that were.
+
+        The KV stays indexed; a request whose KV is evicted before it is scheduled computes it.
+        """
+        return sum(self._mempool.unpin(arrival_owner(r)) for r in self._arrivals)
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request will not run here: drop its arrival, and what was private to it."""
+        prefix = self._arrivals.pop(request_id, None)
+        self._mempool.unpin(arrival_owner(request_id))
+        if prefix is not None:
+            self._mempool.delete_prefix(prefix)
+
+    # ── sender ────────────────────────────────────────────────────────────────────────────────
+
+    def hold_source(
+        self, request_id: RequestId, block_ids: Sequence[BlockId], num_tokens: int
+    ) -> None:
+        """Pin the KV of a request that ends now, while it still has its blocks.
+
+        `block_ids`: its block table; `num_tokens`: how many tokens' KV that holds. The pin ends
+        with the request's `Transmit`, or by `drop_source`.
+        """
+        if self._sources.pop(request_id, None) is not None:
+            self._mempool.unpin(source_owner(request_id))
+        full_ids = list(block_ids[: num_tokens // self._geometry.block_size])
+        self._mempool.pin(source_owner(request_id), full_ids)
+        self._sources[request_id] = _Source(full_ids)
+
+    def source_ready(self, request_id: RequestId) -> None:
+        """The held request's `Finished` is out: from now on its blocks may be sent."""
+        source = self._sources.get(request_id)
+        if source is None:
+            return
+        source.is_ready = True
+        if (command := self._waiting.pop(request_id, None)) is not None:
+            self._start(command)
+
+    def transmit(self, command: Transmit) -> None:
+        """Send, now or as soon as the source is ready. Ends in Sent or TransmitFailed."""
+        source = self._sources.get(command.request_id)
+        if source is not None and source.is_ready:
+            self._start(command)
+        elif command.request_id in self._waiting:
+            self._fail_transmit(command.transfer_id, "the request waits for another transfer")
+        else:
+            self._waiting[command.request_id] = command
+
+    def drop_source(self, request_id: RequestId) -> None:
+        """The request is forgotten: cancel its transfer and drop its pin. Unknown ones are fine."""
+        if (command := self._waiting.pop(request_id, None)) is not None:
+            self._fail_transmit(command.transfer_id, "the request was aborted")
+        for transfer_id, sending in self._sending.items():
+            if sending.request_id == request_id:
+                self._cancel_sending(transfer_id, sending, "the request was aborted")
+        if self._sources.pop(request_id, None) is not None:
+            self._mempool.unpin(source_owner(request_id))
+        self.poll()
+
+    def poll(self) -> None:
+        """Let the links go on. Emits Sent and TransmitFailed for what has ended."""
+        for peer in self._peers.values():
+            for completion in peer.link.poll():
+                self._end_sending(completion)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether `poll` has something to do."""
+        return bool(self._sending)
+
+    # ── both ──────────────────────────────────────────────────────────────────────────────────
+
+    def cancel(self, command: Cancel) -> None:
+        """Receiver: free the reservation. Sender: stop; emits TransmitFailed when that is done."""
+        transfer_id = command.transfer_id
+        if self._reservations.pop(transfer_id, None) is not None:
+            self._mempool.free_all(reservation_owner(transfer_id))
+        waiting = [r for r, t in self._waiting.items() if t.transfer_id == transfer_id]
+        for request_id in waiting:
+            del self._waiting[request_id]
+            self._fail_transmit(transfer_id, "cancelled")
+        if (sending := self._sending.get(transfer_id)) is not None:
+            self._cancel_sending(transfer_id, sending, "cancelled")
+            self.poll()
+
+    def peer_joined(self, command: PeerJoined) -> None:
+        """Open the link to a peer, in place of one to an earlier life. Emits LinkReady."""
+        if (former := self._peers.get(command.peer)) is not None:
+            self.peer_lost(command.peer, former.epoch)
+        kind, problem = "", None
+        try:
+            require_compatible(self._geometry, command.geometry, self._instance, command.peer)
+            link = self._open_link(command)
+        except (GeometryMismatchError, TransferError) as error:
+            problem = str(error)
+        else:
+            kind = link.kind
+            self._peers[command.peer] = _Peer(command.peer_epoch, link)
+        self._emit(
+            LinkReady(
+                instance=self._instance,
+                epoch=self._epoch,
+                peer=command.peer,
+                peer_epoch=command.peer_epoch,
+                kind=kind,
+                error=problem,
+            )
+        )
+
+    def peer_lost(self, peer: InstanceId, peer_epoch: int) -> None:
+        """Close the link to this life of the peer. Emits TransmitFailed for what was for it."""
+        known = self._peers.get(peer)
+        if known is not None and known.epoch != peer_epoch:
+            return
+        if known is not None:
+            del self._peers[peer]
+            known.link.close()
+        reason = f"{peer} was lost"
+        for request_id in [r for r, t in self._waiting.items() if t.peer == peer]:
+            self._fail_transmit(self._waiting.pop(request_id).transfer_id, reason)
+        for transfer_id in [t for t, s in self._sending.items() if s.peer == peer]:
+            self._end_sending(Completion(transfer_id, 0, 0.0, reason))
+
+    def close(self) -> None:
+        """Close all links, and drop everything that is held. Emits nothing."""
+        for peer in self._peers.values():
+            peer.link.close()
+        owners = [
+            *map(reservation_owner, self._reservations),
+            *map(arrival_owner, self._arrivals),
+            *map(source_owner, self._sources),
+            *map(sending_owner, self._sending),
+        ]
+        for owner in owners:
+            self._mempool.free_all(owner)
+        for table in (self._peers, self._reservations, self._arrivals, self._waiting):
+            table.clear()
+        self._sources.clear()
+        self._sending.clear()
+
+    # ── accounting ────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def reserved_blocks(self) -> int:
+        """Blocks that peers may write, and that are not committed."""
+        return sum(len(r.new_ids) for r in self._reservations.values())
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Of those: past their deadline."""
+        return sum(len(r.new_ids) for r in self._reservations.values() if r.is_quarantined)
+
+    @property
+    def pinned_requests(self) -> int:
+        """Requests whose KV is pinned without their running: arrivals, sources, being sent."""
+        arrivals = {r for r in self._arrivals if self._mempool.holds(arrival_owner(r))}
+        sending = {s.request_id for s in self._sending.values()}
+        return len(arrivals | self._sources.keys() | sending)
+
+    def check_integrity(self) -> list[str]:
+        """Where these tables and the pool's owners disagree, as text. Does not mutate."""
+        expected = {
+            **{reservation_owner(t): r.hit_ids + r.new_ids for t, r in self._reservations.items()},
+            **{source_owner(r): s.block_ids for r, s in self._sources.items()},
+        }
+        return [
+            f"{owner} should hold {block_ids}, holds {held}"
+            for owner, block_ids in expected.items()
+            if (held := self._mempool.held(owner)) != block_ids
+        ]
+
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────
+
+    def _insert(self, owner: str, reservation: _Reservation, *, pin: bool) -> int:
+        """Make the reserved blocks historical; returns how many blocks of the request are."""
+        if reservation.is_private and not pin:
+            self._mempool.free_all(owner)  # nobody will ever look for it
+            return 0
+        block_ids = reservation.hit_ids + reservation.new_ids
+        self._mempool.insert_prefix(reservation.prefix, block_ids, owner)
+        if pin:
+            request_id = reservation.request_id
+            self._mempool.hand_over(owner, arrival_owner(request_id))
+            self._arrivals[request_id] = reservation.prefix if reservation.is_private else None
+        else:
+            self._mempool.free_all(owner)
+        return len(block_ids)
+
+    def _start(self, command: Transmit) -> None:
+        """The source is ready: hand its blocks to the link."""
+        source = self._sources.pop(command.request_id)
+        owner = sending_owner(command.transfer_id)
+        self._mempool.hand_over(source_owner(command.request_id), owner)
+        end = command.first_block + len(command.block_ids)
+        problem = None
+        if end > len(source.block_ids):
+            problem = f"blocks up to {end} asked for, {len(source.block_ids)} full ones are held"
+        elif command.block_ids and command.peer not in self._peers:
+            problem = f"no link to {command.peer}"
+        self._sending[command.transfer_id] = _Sending(
+            command.request_id, command.peer, len(command.block_ids)
+        )
+        if problem is not None or not command.block_ids:
+            self._end_sending(Completion(command.transfer_id, 0, 0.0, problem))
+            return
+        source_ids = source.block_ids[command.first_block : end]
+        self._peers[command.peer].link.send(command.transfer_id, source_ids, command.block_ids)
+        self.poll()
+
+    def _cancel_sending(self, transfer_id: TransferId, sending: _Sending, reason: str) -> None:
+        """Its blocks stay held until the link's completion."""
+        sending.end_reason = reason
+        self._peers[sending.peer].link.cancel(transfer_id)
+
+    def _end_sending(self, completion: Completion) -> None:
+        """The link is quiet."""
+        transfer_id = completion.transfer_id
+        sending = self._sending.pop(transfer_id)
+        self._mempool.unpin(sending_owner(transfer_id))
+        error = sending.end_reason or completion.error
+        if error is not None:
+            self._fail_transmit(transfer_id, error)
+            return
+        self._emit(
+            Sent(
+                instance=self._instance,
+                epoch=self._epoch,
+                transfer_id=transfer_id,
+                num_blocks=sending.num_blocks,
+                size_bytes=completion.size_bytes,
+                seconds=completion.seconds,
+            )
+        )
+
+    def _refuse(self, transfer_id: TransferId, reason: str) -> None:
+        self._emit(
+            Refused(
+                instance=self._instance, epoch=self._epoch, transfer_id=transfer_id, reason=reason
+            )
+        )
+
+    def _fail_insert(self, transfer_id: TransferId, reason: str) -> None:
+        self._emit(
+            InsertFailed(
+                instance=self._instance, epoch=self._epoch, transfer_id=transfer_id, reason=reason
+            )
+        )
+
+    def _fail_transmit(self, transfer_id: TransferId, reason: str) -> None:
+        self._emit(
+            TransmitFailed(
+                instance=self._instance, epoch=self._epoch, transfer_id=transfer_id, reason=reason
+            )
+        )

@@ -1,0 +1,183 @@
+"""The zygote: imports torch and vllm once, then forks a worker whenever it is asked to.
+
+    python -m memserve.workers.zygote --fd N --run-dir DIR
+
+Collaborators: `cluster.py` holds the other end of the socket pair `N` (messages in `spec.py`);
+`main.py` is what a fork becomes. The zygote has one thread and never initialises a device, for
+neither survives a fork.
+
+Nothing outlives the orchestrator: when its end of the socket pair closes, however it died, the
+zygote kills its workers, waits for them, removes the run directory if the orchestrator is gone, and
+ends. A worker whose zygote dies is killed by the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from typing import NoReturn
+
+from memserve.errors import MemServeError
+from memserve.types import InstanceId
+from memserve.workers.environment import set_engine_environment
+from memserve.workers.spec import (
+    Exited,
+    Fork,
+    Forked,
+    Imported,
+    Kill,
+    WorkerSpec,
+    receive_request,
+    send_frame,
+)
+
+_PARENT_GRACE_S = 0.2
+"""A dying process closes its sockets a moment before it is gone."""
+
+_ENGINE_MODULES = (
+    "memserve.workers.main",
+    "memserve.workers.connector",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.models.llama",
+)
+_CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
+
+
+def import_engine() -> None:
+    """Import what every worker needs. Raises: StartError for an unsupported vLLM."""
+    for name in _ENGINE_MODULES:
+        importlib.import_module(name)
+    compat = importlib.import_module("memserve.workers.compat")
+    compat.check_version()
+    if compat.current_platform.is_cpu():
+        for name in _CPU_MODULES:
+            importlib.import_module(name)
+
+
+class Zygote:
+    """Forks workers, and reports and reaps them. Owns the socket and the processes."""
+
+    def __init__(self, sock: socket.socket, run_dir: str) -> None:
+        self._sock = sock
+        self._run_dir = run_dir
+        self._parent = os.pidfd_open(os.getppid())
+        self._children: dict[int, tuple[InstanceId, int]] = {}
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def serve(self) -> None:
+        """Until the orchestrator closes its end, or SIGTERM."""
+        self._catch_signals()
+        started_at = time.monotonic()
+        import_engine()
+        gc.collect()
+        gc.freeze()  # the workers share these pages as long as nobody writes to them
+        try:
+            send_frame(self._sock, Imported(time.monotonic() - started_at))
+            self._serve_requests()
+        except (EOFError, OSError):  # the orchestrator is gone
+            pass
+        self._end()
+
+    def _catch_signals(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Handlers that do nothing: the numbers arrive through the pipe.
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def _serve_requests(self) -> None:
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        poller.register(self._wake_read, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poller.poll()}
+            if self._wake_read in ready:
+                if signal.SIGTERM in os.read(self._wake_read, 512):
+                    return
+                self._reap()
+            if self._sock.fileno() in ready:
+                self._handle()
+
+    def _handle(self) -> None:
+        match receive_request(self._sock):
+            case Fork(spec):
+                self._fork(spec)
+            case Kill(pid) if pid in self._children:
+                os.kill(pid, signal.SIGKILL)
+
+    def _fork(self, spec: WorkerSpec) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        zygote_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(spec, zygote_pid)
+        self._children[pid] = (spec.instance, spec.epoch)
+        send_frame(self._sock, Forked(spec.instance, spec.epoch, pid))
+
+    def _become_worker(self, spec: WorkerSpec, zygote_pid: int) -> NoReturn:
+        """In the child: let go of everything that is the zygote's."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in (self._wake_read, self._wake_write, self._parent):
+                os.close(fd)
+            self._sock.close()
+            _redirect_output(spec.log_path)
+            run_worker = importlib.import_module("memserve.workers.main").run_worker
+            run_worker(spec, zygote_pid)
+        finally:
+            os._exit(1)  # only reached if the lines above fail
+
+    def _reap(self) -> None:
+        for pid in list(self._children):
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped:
+                instance, epoch = self._children.pop(pid)
+                code = os.waitstatus_to_exitcode(status)
+                send_frame(self._sock, Exited(instance, epoch, pid, code))
+
+    def _end(self) -> None:
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still the child's
+        for pid in self._children:
+            os.waitpid(pid, 0)
+        is_orphan, _, _ = select.select([self._parent], [], [], _PARENT_GRACE_S)
+        if is_orphan:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+
+
+def _redirect_output(log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(prog="memserve.workers.zygote")
+    parser.add_argument("--fd", type=int, required=True, help="of the socket pair")
+    parser.add_argument("--run-dir", required=True)
+    arguments = parser.parse_args()
+    sock = socket.socket(fileno=arguments.fd)
+    sock.set_inheritable(False)
+    set_engine_environment(os.environ, num_threads=1, log_level="info")
+    try:
+        Zygote(sock, arguments.run_dir).serve()
+    except MemServeError as error:
+        sys.exit(f"memserve: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

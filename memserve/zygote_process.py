@@ -1,0 +1,86 @@
+"""The orchestrator's handle on the zygote process (`workers/zygote.py` is its inside)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from memserve.workers.spec import AnyNotice, AnyRequest, read_notice, write_request
+
+STOP_GRACE_S = 5.0
+"""From asking a process to end to killing it."""
+_LOG_TAIL_LINES = 12
+
+
+class Zygote:
+    """One zygote at a time, and the socket pair to it."""
+
+    def __init__(self, run_dir: Path, environment: Mapping[str, str]) -> None:
+        self._run_dir = run_dir
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def start(self) -> None:
+        """Start the process; it says `Imported` when it can fork."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs, self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 -- returns at once
+                [sys.executable, "-m", "memserve.workers.zygote", "--fd", str(theirs.fileno())]
+                + ["--run-dir", str(self._run_dir)],
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,  # Ctrl-C is the orchestrator's to handle, in order
+            )
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+
+    def request(self, request: AnyRequest) -> None:
+        """Ask for something; lost if the zygote is gone, which `notice` will tell."""
+        if self._writer is not None and not self._writer.is_closing():
+            write_request(self._writer, request)
+
+    async def notice(self) -> AnyNotice:
+        """The next notice. Raises: EOFError or ConnectionError if the zygote is gone, and
+        ProtocolError."""
+        assert self._reader is not None
+        return await read_notice(self._reader)
+
+    async def close(self) -> None:
+        """Close the socket: the zygote kills what is left of its children, removes the run
+        directory, and ends."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None:
+            try:
+                await asyncio.to_thread(self._process.wait, STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                await asyncio.to_thread(self._process.wait)
+        self._process = self._writer = None
+
+    def log_tail(self) -> str:
+        """The end of its log, for an error message."""
+        return log_tail(self._log_path)
+
+    @property
+    def _log_path(self) -> Path:
+        return self._run_dir / "zygote.log"
+
+
+def log_tail(path: Path) -> str:
+    """The last lines of a log, ready to follow an error's text; empty if there are none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    lines = [line for line in lines if line.strip()][-_LOG_TAIL_LINES:]
+    return "; the end of its log:\n  " + "\n  ".join(lines) if lines else ""

@@ -1,0 +1,377 @@
+"""What every link must do, on the fake and on shared memory, within one process and across two."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from memserve.errors import GeometryMismatchError, StartError, TransferError
+from memserve.messages import PeerJoined
+from memserve.types import BlockId, Geometry, InstanceId, TransferId
+from memserve.workers.kvbuffer import KvBuffer
+from memserve.workers.links.base import Completion, Link, plan_pieces, require_compatible
+from memserve.workers.links.fake import FakeLink
+from memserve.workers.links.shm import ShmLink, open_shm
+from tests.contract.link_rig import (
+    NUM_BLOCKS,
+    PAGE_BYTES,
+    PeerProcess,
+    buffer_bytes,
+    fill_random,
+    geometry,
+    peer_process,
+    read_block,
+)
+
+LAYOUTS = [
+    ("block_first", "block_first"),
+    ("layer_first", "layer_first"),
+    ("block_first", "layer_first"),
+    ("layer_first", "block_first"),
+    ("padded", "padded"),
+    ("padded", "block_first"),
+]
+T1, T2, T3 = TransferId("t1"), TransferId("t2"), TransferId("t3")
+
+
+class Wire:
+    """A link with both memories in sight."""
+
+    def __init__(
+        self, link: Link, source: object, target: object, source_of: Geometry, target_of: Geometry
+    ) -> None:
+        self.link = link
+        self.source = source
+        self.target = target
+        self.source_of = source_of
+        self.target_of = target_of
+
+    def run(self) -> list[Completion]:
+        """Poll until nothing more ends; links without a hold end within a few polls."""
+        done: list[Completion] = []
+        for _ in range(1000):
+            done += self.link.poll()
+        return done
+
+    def source_block(self, block_id: int) -> bytes:
+        return read_block(self.source, self.source_of, block_id)
+
+    def target_block(self, block_id: int) -> bytes:
+        return read_block(self.target, self.target_of, block_id)
+
+
+WireMaker = Callable[[str, str], Wire]
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[PeerProcess]:
+    """Owns the targets of the links across processes."""
+    with peer_process() as process:
+        yield process
+
+
+@pytest.fixture(params=["fake", "shm", "shm across processes"])
+def make_wire(request: pytest.FixtureRequest) -> Iterator[WireMaker]:
+    """Makes links between layouts; the source is random, the target is zero."""
+    buffers: list[KvBuffer] = []
+    links: list[Link] = []
+
+    def target_buffer(size_bytes: int) -> KvBuffer:
+        if request.param == "shm":
+            owned = KvBuffer.create(size_bytes)
+            buffers.append(owned)
+            return KvBuffer.open(owned.address)
+        peer: PeerProcess = request.getfixturevalue("peer")
+        return KvBuffer.open(peer.ask("own", size_bytes))
+
+    def make(source_layout: str, target_layout: str) -> Wire:
+        source_of, target_of = geometry(source_layout), geometry(target_layout, NUM_BLOCKS + 4)
+        link: Link
+        if request.param == "fake":
+            source, target = bytearray(buffer_bytes(source_of)), bytearray(buffer_bytes(target_of))
+            fill_random(source, seed=1)
+            link = FakeLink(source, source_of, target, target_of)
+            links.append(link)
+            return Wire(link, source, target, source_of, target_of)
+        buffer = KvBuffer.create(buffer_bytes(source_of))
+        buffers.append(buffer)
+        fill_random(buffer.array, seed=1)
+        mapped = target_buffer(buffer_bytes(target_of))
+        link = ShmLink(buffer, source_of, mapped, target_of)
+        links.append(link)
+        return Wire(link, buffer.array, mapped.array, source_of, target_of)
+
+    yield make
+    for link in links:
+        link.close()
+    for buffer in buffers:
+        buffer.close()
+
+
+def ids(*numbers: int) -> list[BlockId]:
+    return [BlockId(n) for n in numbers]
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_blocks_arrive_whole_and_nothing_else_is_written(
+    make_wire: WireMaker, layouts: tuple[str, str]
+) -> None:
+    wire = make_wire(*layouts)
+    source_ids, target_ids = ids(3, 4, 5, 9, 1, 16), ids(7, 8, 9, 2, 20, 1)
+    before = bytes(memoryview(wire.target))  # type: ignore[arg-type]
+    wire.link.send(T1, source_ids, target_ids)
+    (done,) = wire.run()
+    assert (done.transfer_id, done.error) == (T1, None)
+    assert done.size_bytes == 6 * wire.source_of.block_bytes
+    for source_id, target_id in zip(source_ids, target_ids, strict=True):
+        assert wire.target_block(target_id) == wire.source_block(source_id)
+    expected = bytearray(before)
+    for target_id in target_ids:
+        for offset in wire.target_of.layer_offsets:
+            start = offset + target_id * wire.target_of.block_stride
+            expected[start : start + PAGE_BYTES] = bytes(
+                memoryview(wire.target)[start : start + PAGE_BYTES]  # type: ignore[arg-type]
+            )
+    assert bytes(memoryview(wire.target)) == bytes(expected)  # type: ignore[arg-type]
+
+
+def test_each_transfer_ends_once(make_wire: WireMaker) -> None:
+    wire = make_wire("block_first", "block_first")
+    wire.link.send(T1, ids(1, 2), ids(3, 4))
+    wire.link.send(T2, ids(5), ids(6))
+    wire.link.send(T3, ids(1), ids(9))
+    done = wire.run()
+    assert sorted(c.transfer_id for c in done) == [T1, T2, T3]
+    assert all(c.error is None for c in done)
+    assert wire.run() == []
+
+
+@pytest.mark.parametrize(
+    ("source_ids", "target_ids"),
+    [
+        (ids(NUM_BLOCKS), ids(1)),
+        (ids(1), ids(NUM_BLOCKS + 4)),
+        (ids(-1), ids(1)),
+        (ids(1, 2), ids(3)),
+    ],
+)
+def test_blocks_that_do_not_exist_fail_and_write_nothing(
+    make_wire: WireMaker, source_ids: list[BlockId], target_ids: list[BlockId]
+) -> None:
+    wire = make_wire("block_first", "block_first")
+    wire.link.send(T1, source_ids, target_ids)
+    (done,) = wire.run()
+    assert done.error is not None and done.size_bytes == 0
+    assert not np.frombuffer(wire.target, dtype=np.uint8).any()  # type: ignore[call-overload]
+
+
+def test_a_cancelled_transfer_ends_with_an_error_and_others_go_on(make_wire: WireMaker) -> None:
+    wire = make_wire("block_first", "block_first")
+    wire.link.send(T1, ids(1, 2, 3, 4), ids(5, 6, 7, 8))
+    wire.link.send(T2, ids(9), ids(9))
+    wire.link.cancel(T1)
+    wire.link.cancel(T3)  # unknown
+    done = {c.transfer_id: c for c in wire.run()}
+    assert done.keys() == {T1, T2}
+    assert done[T1].error is not None
+    assert done[T2].error is None and wire.target_block(9) == wire.source_block(9)
+
+
+def test_nothing_is_written_after_close(make_wire: WireMaker) -> None:
+    wire = make_wire("block_first", "block_first")
+    wire.link.send(T1, ids(1, 2), ids(5, 6))
+    before = bytes(memoryview(wire.target))  # type: ignore[arg-type]
+    wire.link.close()
+    assert wire.link.poll() == []
+    assert bytes(memoryview(wire.target)) == before  # type: ignore[arg-type]
+
+
+# ── shared memory alone ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def shm_pair() -> Iterator[tuple[KvBuffer, KvBuffer, Geometry]]:
+    shape = geometry()
+    with (
+        KvBuffer.create(buffer_bytes(shape)) as source,
+        KvBuffer.create(buffer_bytes(shape)) as target,
+    ):
+        fill_random(source.array, seed=2)
+        yield source, target, shape
+
+
+def test_a_poll_copies_a_bounded_number_of_bytes(
+    shm_pair: tuple[KvBuffer, KvBuffer, Geometry],
+) -> None:
+    source, target, shape = shm_pair
+    link = ShmLink(source, shape, target, shape, poll_bytes=100)
+    source_ids, target_ids = ids(1, 2, 3, 7), ids(4, 5, 6, 2)
+    link.send(T1, source_ids, target_ids)
+    total = 4 * shape.block_bytes
+    polls = 0
+    while not (done := link.poll()):
+        polls += 1
+        assert np.count_nonzero(target.array) <= polls * 100
+    assert polls == -(-total // 100) - 1
+    assert done[0].size_bytes == total
+    assert [read_block(target.array, shape, b) for b in target_ids] == [
+        read_block(source.array, shape, b) for b in source_ids
+    ]
+
+
+def test_a_cancel_in_the_middle_stops_the_copy(
+    shm_pair: tuple[KvBuffer, KvBuffer, Geometry],
+) -> None:
+    source, target, shape = shm_pair
+    link = ShmLink(source, shape, target, shape, poll_bytes=shape.block_bytes)
+    link.send(T1, ids(1, 2, 3), ids(1, 2, 3))
+    assert link.poll() == []
+    link.cancel(T1)
+    (done,) = link.poll()
+    assert done.error == "cancelled" and done.size_bytes == shape.block_bytes
+    assert not any(read_block(target.array, shape, 2))
+
+
+def test_the_owner_sees_what_a_peer_wrote_and_keeps_it_after_the_peers_death() -> None:
+    shape = geometry()
+    with KvBuffer.create(buffer_bytes(shape)) as target:
+        half = 2 * shape.block_bytes
+        with peer_process() as process:
+            assert process.ask("send", target.address, half, "1,2,3,4", "5,6,7,8") == "0"
+            process.kill()
+        expected = bytearray(buffer_bytes(shape))
+        fill_random(expected, seed=7)
+        for source_id, target_id in ((1, 5), (2, 6)):
+            assert read_block(target.array, shape, target_id) == read_block(
+                expected, shape, source_id
+            )
+        assert not any(read_block(target.array, shape, 7))
+
+
+def test_writing_to_a_dead_peer_is_harmless_and_opening_one_fails() -> None:
+    shape = geometry()
+    with KvBuffer.create(buffer_bytes(shape)) as source, peer_process() as process:
+        address = process.ask("own", buffer_bytes(shape))
+        link = open_shm(source, shape, joined(shape, {"shm": address}))
+        process.kill()
+        link.send(T1, ids(1), ids(2))
+        (done,) = link.poll()
+        assert done.error is None
+        with pytest.raises(TransferError, match="cannot map"):
+            KvBuffer.open(address)
+        link.close()
+
+
+def joined(of: Geometry, addresses: dict[str, str]) -> PeerJoined:
+    return PeerJoined(
+        epoch=1, peer=InstanceId("D0"), peer_epoch=1, geometry=of, addresses=addresses
+    )
+
+
+def test_a_peer_without_shared_memory_is_refused() -> None:
+    shape = geometry()
+    with (
+        KvBuffer.create(buffer_bytes(shape)) as source,
+        pytest.raises(TransferError, match=r"D0 has no shared memory.*offers: tcp"),
+    ):
+        open_shm(source, shape, joined(shape, {"tcp": "host:1"}))
+
+
+def test_a_geometry_larger_than_the_buffer_is_refused() -> None:
+    shape = geometry()
+    size_bytes = buffer_bytes(shape)
+    with KvBuffer.create(size_bytes) as source, KvBuffer.create(size_bytes - 1) as target:
+        with pytest.raises(TransferError, match=f"covers {size_bytes} bytes"):
+            open_shm(source, shape, joined(shape, {"shm": target.address}))
+        target.array[:] = 1  # the owner's mapping is not touched by the failed opening
+
+
+def test_only_kv_buffers_can_be_opened(tmp_path: object) -> None:
+    with (
+        open(f"{tmp_path}/other", "wb+") as other,
+        pytest.raises(TransferError, match="not a KV buffer"),
+    ):
+        KvBuffer.open(f"/proc/{os.getpid()}/fd/{other.fileno()}")
+
+
+def test_a_kv_buffer_needs_a_size() -> None:
+    with pytest.raises(StartError, match="not 0"):
+        KvBuffer.create(0)
+
+
+def test_a_kv_buffer_shows_its_bytes_as_a_tensor_and_cannot_shrink() -> None:
+    with KvBuffer.create(8192) as buffer:
+        tensor = buffer.tensor
+        tensor[4096] = 7
+        assert buffer.array[4096] == 7
+        fd = int(buffer.address.rsplit("/", 1)[1])
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 4096)
+        buffer.close()
+        assert tensor[4096] == 7  # what vLLM holds stays valid
+        with pytest.raises(ValueError, match="closed"):
+            _ = buffer.array
+        del tensor
+
+
+# ── the planning of pieces, and the handshake ─────────────────────────────────────────────────
+
+
+def test_aggregated_blocks_travel_as_one_piece_per_run() -> None:
+    shape = geometry()
+    size = shape.block_bytes
+    pieces = plan_pieces(shape, shape, ids(3, 4, 5, 9), ids(7, 8, 9, 10))
+    assert pieces == [(3 * size, 7 * size, 3 * size), (9 * size, 10 * size, size)]
+    assert plan_pieces(shape, shape, [], []) == []
+
+
+def test_layer_first_blocks_travel_as_one_piece_per_layer_and_run() -> None:
+    shape = geometry("layer_first")
+    pieces = plan_pieces(shape, shape, ids(3, 4), ids(7, 8))
+    layer = NUM_BLOCKS * PAGE_BYTES
+    assert pieces == [
+        (layer * i + 3 * PAGE_BYTES, layer * i + 7 * PAGE_BYTES, 2 * PAGE_BYTES) for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_pieces_cover_random_blocks_exactly_once(layouts: tuple[str, str]) -> None:
+    rng = random.Random(5)
+    source_of, target_of = geometry(layouts[0]), geometry(layouts[1])
+    for _ in range(50):
+        num = rng.randrange(1, NUM_BLOCKS)
+        source_ids = ids(*rng.sample(range(NUM_BLOCKS), num))
+        target_ids = ids(*rng.sample(range(NUM_BLOCKS), num))
+        pieces = plan_pieces(source_of, target_of, source_ids, target_ids)
+        written = [b for _, start, size in pieces for b in range(start, start + size)]
+        assert len(written) == len(set(written)) == num * source_of.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", "other"),
+        ("dtype", "bfloat16"),
+        ("block_size", 8),
+        ("num_kv_heads", 2),
+        ("page_bytes", 32),
+        ("layer_offsets", (0, 64)),
+        ("tp_size", 2),
+        ("tp_rank", 1),
+    ],
+)
+def test_a_mismatch_names_both_values(field: str, value: object) -> None:
+    own, peer = geometry(), geometry(**{field: value})
+    name = "num_layers" if field == "layer_offsets" else field
+    with pytest.raises(GeometryMismatchError) as caught:
+        require_compatible(own, peer, InstanceId("P0"), InstanceId("D1"))
+    text = f"{name} is {getattr(own, name)!r} on P0 and {getattr(peer, name)!r} on D1"
+    assert text in str(caught.value)
+
+
+def test_layout_and_size_may_differ() -> None:
+    require_compatible(geometry(), geometry("layer_first", 40), InstanceId("P0"), InstanceId("D1"))

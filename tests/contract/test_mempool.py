@@ -1,0 +1,262 @@
+"""MemPool over a real BlockPool: the paper's verbs, owners, and an audit that finds each fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from vllm.v1.core.block_pool import BlockPool
+
+from memserve.errors import OutOfBlocksError
+from memserve.types import BlockId
+from memserve.workers.mempool import BlockCounts, MemPool
+from tests.contract.link_rig import BLOCK_SIZE, NUM_BLOCKS
+from tests.contract.transfer_rig import EngineStandIn, make_pool, prompt
+
+TOTAL = NUM_BLOCKS - 1
+
+
+def insert(mempool: MemPool, tokens: list[int], salt: str | None = None) -> list[BlockId]:
+    """Index these tokens in fresh blocks, held by nobody afterwards."""
+    block_ids = mempool.alloc_mem(len(tokens) // BLOCK_SIZE, "w")
+    block_ids = mempool.insert(tokens, salt, block_ids, "w")
+    mempool.free_all("w")
+    return block_ids
+
+
+def test_blocks_have_an_owner_until_they_are_freed() -> None:
+    mempool, _ = make_pool()
+    block_ids = mempool.alloc_mem(3, "a")
+    assert mempool.held("a") == block_ids and mempool.holds("a")
+    assert mempool.holders() == ["a: 3 blocks"]
+    assert mempool.stats() == BlockCounts(TOTAL, TOTAL - 3, 0, 3)
+    mempool.free_mem("a", block_ids[:1])
+    assert mempool.held("a") == block_ids[1:]
+    assert mempool.free_all("a") == 2
+    assert mempool.free_all("a") == 0
+    assert mempool.holders() == [] and mempool.stats() == BlockCounts(TOTAL, TOTAL, 0, 0)
+    assert mempool.check_integrity({}) == []
+
+
+def test_only_what_is_held_can_be_freed() -> None:
+    mempool, _ = make_pool()
+    (block_id,) = mempool.alloc_mem(1, "a")
+    with pytest.raises(KeyError, match="b does not hold"):
+        mempool.free_mem("b", [block_id])
+    with pytest.raises(KeyError, match="a does not hold"):
+        mempool.free_mem("a", [block_id, block_id])
+    assert mempool.held("a") == [block_id]
+
+
+def test_a_reserve_is_left_to_the_engine() -> None:
+    mempool, _ = make_pool(reserve_blocks=2)
+    mempool.alloc_mem(TOTAL - 2, "a")
+    with pytest.raises(OutOfBlocksError, match=f"1 blocks asked for, 0 of {TOTAL} available"):
+        mempool.alloc_mem(1, "b")
+    assert mempool.alloc_mem(0, "b") == []
+    assert mempool.holders() == [f"a: {TOTAL - 2} blocks"]
+
+
+@pytest.mark.parametrize(
+    "num_tokens", [0, 1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 11, 12, 13]
+)
+def test_what_was_inserted_is_found_by_full_blocks(num_tokens: int) -> None:
+    mempool, _ = make_pool()
+    tokens = prompt(num_tokens)
+    block_ids = insert(mempool, tokens)
+    num_blocks = num_tokens // BLOCK_SIZE
+    assert mempool.prefix(tokens, None).num_blocks == num_blocks == len(block_ids)
+    assert mempool.match(tokens) == block_ids
+    assert mempool.match(prompt(num_tokens + 9)) == block_ids
+    assert mempool.stats() == BlockCounts(TOTAL, TOTAL - num_blocks, num_blocks, 0)
+    assert mempool.check_integrity({}) == []
+
+
+def test_match_changes_nothing() -> None:
+    mempool, pool = make_pool()
+    insert(mempool, prompt(12))
+
+    def state() -> object:
+        return [(b.block_id, b.ref_cnt) for b in pool.free_block_queue.get_all_free_blocks()]
+
+    before = state()
+    assert len(mempool.match(prompt(12))) == 3
+    assert state() == before
+
+
+def test_salts_do_not_see_each_other() -> None:
+    mempool, _ = make_pool()
+    tokens = prompt(8)
+    found = {salt: insert(mempool, tokens, salt) for salt in (None, "a", "b")}
+    assert len({b for ids in found.values() for b in ids}) == 6
+    assert all(mempool.match(tokens, salt) == ids for salt, ids in found.items())
+    assert mempool.match(tokens, "c") == []
+
+
+def test_insert_wants_one_block_for_each_full_block() -> None:
+    mempool, _ = make_pool()
+    block_ids = mempool.alloc_mem(2, "a")
+    with pytest.raises(ValueError, match="2 blocks for a prefix of 3"):
+        mempool.insert(prompt(12), None, block_ids, "a")
+
+
+def test_an_equal_block_that_came_first_takes_the_place_of_ours() -> None:
+    mempool, pool = make_pool()
+    engine = EngineStandIn(mempool, pool)
+    ours = mempool.alloc_mem(3, "arrival")
+    assert engine.start("r", prompt(9)) == 0  # meanwhile computed here: two full blocks
+    theirs = engine.running["r"][:2]
+    held = mempool.insert(prompt(12), None, ours, "arrival")
+    assert held == [*theirs, ours[2]] == mempool.held("arrival") == mempool.match(prompt(12))
+    assert mempool.check_integrity(engine.running) == []
+    engine.finish("r")
+    mempool.alloc_mem(TOTAL - 3 - 1, "other")  # would evict what is not pinned
+    assert mempool.match(prompt(12)) == held
+    mempool.free_all("arrival")
+    assert mempool.stats().historical == 3
+    assert mempool.check_integrity(engine.running) == []
+
+
+def test_a_hit_that_was_deleted_meanwhile_is_indexed_again() -> None:
+    mempool, _ = make_pool()
+    hits = insert(mempool, prompt(8))
+    mempool.pin("a", hits)
+    new = mempool.alloc_mem(1, "a")
+    assert mempool.delete(prompt(8)) == 2
+    assert mempool.insert(prompt(12), None, hits + new, "a") == hits + new
+    assert mempool.match(prompt(12)) == hits + new
+
+
+def test_pinned_history_survives_and_the_tail_of_the_rest_goes_first() -> None:
+    mempool, _ = make_pool(reserve_blocks=0)
+    pinned = insert(mempool, prompt(16, seed=1))
+    mempool.pin("a", pinned)
+    loose = insert(mempool, prompt(16, seed=2))
+    mempool.alloc_mem(TOTAL - 6, "b")  # two blocks of history have to go
+    assert mempool.match(prompt(16, seed=1)) == pinned
+    assert mempool.match(prompt(16, seed=2)) == loose[:2]
+    mempool.unpin("a")
+    assert mempool.stats() == BlockCounts(TOTAL, 0, 6, TOTAL - 6)
+
+
+def test_two_owners_of_a_block_are_counted() -> None:
+    mempool, _ = make_pool()
+    block_ids = insert(mempool, prompt(8))
+    mempool.pin("a", block_ids)
+    mempool.pin("b", block_ids)
+    mempool.hand_over("a", "b")
+    assert mempool.held("b") == block_ids * 2 and not mempool.holds("a")
+    assert mempool.stats().active == 2
+    assert mempool.check_integrity({}) == []
+    assert mempool.unpin("b") == 4
+    assert mempool.stats().historical == 2
+
+
+def test_delete_forgets_all_copies_and_spares_their_users() -> None:
+    mempool, pool = make_pool()
+    engine = EngineStandIn(mempool, pool)
+    tokens = prompt(8)
+    assert engine.start("r1", tokens[:7]) == 0
+    first = engine.running["r1"][0]
+    # A second copy of the first block: as when two requests compute the same prompt at once.
+    blocks = pool.get_new_blocks(2)
+    pool.cache_full_blocks(mempool.prefix(tokens, None).request, blocks, 0, 2, BLOCK_SIZE, 0)
+    engine.running["r2"] = [BlockId(b.block_id) for b in blocks]
+    engine.finish("r2")
+    assert mempool.match(tokens) == [first, blocks[1].block_id]
+    assert mempool.delete(tokens) == 3
+    assert mempool.match(tokens) == []
+    assert mempool.stats() == BlockCounts(TOTAL, TOTAL - 2, 0, 2)
+    assert mempool.check_integrity(engine.running) == []
+    engine.finish("r1")
+    assert mempool.delete(tokens) == 0
+    assert mempool.stats() == BlockCounts(TOTAL, TOTAL, 0, 0)
+
+
+def test_deleted_blocks_behind_a_hole_are_forgotten_too() -> None:
+    mempool, pool = make_pool()
+    block_ids = insert(mempool, prompt(12))
+    pool.evict_blocks({block_ids[0]})
+    assert mempool.match(prompt(12)) == []
+    assert mempool.delete(prompt(12)) == 2
+    assert mempool.stats().historical == 0
+
+
+def test_reset_spares_what_is_held() -> None:
+    mempool, _ = make_pool()
+    kept = insert(mempool, prompt(8, seed=1))
+    insert(mempool, prompt(12, seed=2))
+    mempool.pin("a", kept)
+    assert mempool.reset() == 3
+    assert mempool.match(prompt(8, seed=1)) == kept
+    assert mempool.match(prompt(12, seed=2)) == []
+    assert mempool.stats() == BlockCounts(TOTAL, TOTAL - 2, 0, 2)
+    assert mempool.check_integrity({}) == []
+
+
+# ── the audit ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _leak(mempool: MemPool, pool: BlockPool) -> None:
+    pool.get_new_blocks(1)
+
+
+def _double_free(mempool: MemPool, pool: BlockPool) -> None:
+    block_id = mempool.held("a")[0]
+    pool.free_blocks([pool.blocks[block_id]])
+
+
+def _lost_from_queue(mempool: MemPool, pool: BlockPool) -> None:
+    pool.free_block_queue.popleft()
+
+
+def _wrong_count(mempool: MemPool, pool: BlockPool) -> None:
+    pool.free_block_queue.num_free_blocks += 1
+
+
+def _hole_in_queue(mempool: MemPool, pool: BlockPool) -> None:
+    (block_id,) = insert(mempool, prompt(4, seed=8))
+    insert(mempool, prompt(4, seed=9))
+    mempool.pin("b", mempool.match(prompt(4, seed=8)))
+    mempool.unpin("b")
+    pool.evict_blocks({block_id})
+
+
+def _unknown_hash(mempool: MemPool, pool: BlockPool) -> None:
+    (block_id,) = insert(mempool, prompt(4, seed=8))
+    block_hash = pool.blocks[block_id].block_hash
+    assert block_hash is not None
+    pool.cached_block_hash_to_block.pop(block_hash, block_id)
+
+
+def _dangling_index_entry(mempool: MemPool, pool: BlockPool) -> None:
+    (block_id,) = insert(mempool, prompt(4, seed=8))
+    pool.blocks[block_id].reset_hash()
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "problem"),
+    [
+        (_leak, "1 references, known: nobody"),
+        (_double_free, "0 references, known: a"),
+        (_lost_from_queue, "not free with 0 references"),
+        (_wrong_count, "in the free queue of"),
+        (_hole_in_queue, "empty blocks behind historical ones"),
+        (_unknown_hash, "a hash that the index does not know"),
+        (_dangling_index_entry, "the index has 1 hashes, the blocks have 0"),
+    ],
+)
+def test_the_audit_finds(corrupt: Callable[[MemPool, BlockPool], None], problem: str) -> None:
+    mempool, pool = make_pool()
+    mempool.alloc_mem(2, "a")
+    assert mempool.check_integrity({}) == []
+    corrupt(mempool, pool)
+    assert any(problem in text for text in mempool.check_integrity({}))
+
+
+def test_the_audit_misses_a_running_request_that_nobody_names() -> None:
+    mempool, pool = make_pool()
+    engine = EngineStandIn(mempool, pool)
+    engine.start("r", prompt(6))
+    assert mempool.check_integrity(engine.running) == []
+    assert len(mempool.check_integrity({})) == 2

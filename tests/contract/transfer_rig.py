@@ -1,0 +1,248 @@
+"""What the tests of pools and transfers share: a real BlockPool without an engine, and two nodes.
+
+The contents of a KV block follow from the tokens up to its end (`kv_of`), as in a real model: so a
+test can tell for every block that the index finds whether it holds what it should.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from memserve.errors import TransferError
+from memserve.messages import Abort, Allocate, AnyEvent, PeerJoined
+from memserve.types import BlockId, Direction, InstanceId, RequestId, TransferId
+from memserve.workers.links.fake import FakeLink
+from memserve.workers.mempool import MemPool
+from memserve.workers.transfer import Transfers
+from tests.contract.link_rig import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    PAGE_BYTES,
+    buffer_bytes,
+    geometry,
+    read_block,
+)
+
+DEADLINE_S = 30.0
+_EventT = TypeVar("_EventT", bound=AnyEvent)
+
+
+def make_hasher(block_size: int = BLOCK_SIZE) -> Callable[[Sequence[int], str | None], Request]:
+    """`MemPool`'s `make_request`, with vLLM's own block hasher and without an engine."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(block_size, sha256)
+
+    def make_request(tokens: Sequence[int], salt: str | None) -> Request:
+        return Request(
+            request_id="key",
+            prompt_token_ids=list(tokens),
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            arrival_time=0.0,
+            cache_salt=salt,
+            block_hasher=hasher,
+        )
+
+    return make_request
+
+
+def make_pool(
+    num_blocks: int = NUM_BLOCKS, reserve_blocks: int = 1, block_size: int = BLOCK_SIZE
+) -> tuple[MemPool, BlockPool]:
+    """A MemPool over a real BlockPool; one of `num_blocks` is vLLM's null block."""
+    pool = BlockPool(num_blocks, enable_caching=True, hash_block_size=block_size)
+    return MemPool(pool, block_size, make_hasher(block_size), reserve_blocks), pool
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """Prompts of one seed are prefixes of each other."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(num_tokens)]
+
+
+def kv_of(tokens: Sequence[int], num_layers: int) -> bytes:
+    """What a block holds whose last token is the last one of these."""
+    text = ",".join(map(str, tokens))
+    return b"".join(
+        hashlib.blake2b(f"{layer}:{text}".encode(), digest_size=PAGE_BYTES).digest()
+        for layer in range(num_layers)
+    )
+
+
+class EngineStandIn:
+    """Does with the BlockPool what vLLM's scheduler does for a request, and nothing else."""
+
+    def __init__(self, mempool: MemPool, pool: BlockPool) -> None:
+        self._mempool = mempool
+        self._pool = pool
+        self.running: dict[str, list[BlockId]] = {}
+
+    def start(self, request_id: str, tokens: Sequence[int], salt: str | None = None) -> int | None:
+        """Schedule a whole prompt: hits, new blocks, index. Returns its hit blocks; None: no room.
+
+        Like vLLM, it leaves at least one token to compute.
+        """
+        prefix = self._mempool.prefix(tokens, salt)
+        block_size = self._mempool.block_size
+        hits = self._mempool.match_prefix(prefix)[: max(0, len(tokens) - 1) // block_size]
+        num_new = -(-len(tokens) // block_size) - len(hits)
+        hit_blocks = [self._pool.blocks[b] for b in hits]
+        evictable_hits = sum(b.ref_cnt == 0 for b in hit_blocks)
+        if num_new > self._pool.get_num_free_blocks() - evictable_hits:
+            return None
+        self._pool.touch(hit_blocks)
+        blocks = hit_blocks + self._pool.get_new_blocks(num_new)
+        self._pool.cache_full_blocks(
+            prefix.request, blocks, len(hits), prefix.num_blocks, block_size, 0
+        )
+        self.running[request_id] = [BlockId(b.block_id) for b in blocks]
+        return len(hits)
+
+    def finish(self, request_id: str) -> None:
+        """Free the request's blocks, tail first."""
+        block_ids = self.running.pop(request_id)
+        self._pool.free_blocks(reversed([self._pool.blocks[b] for b in block_ids]))
+
+
+class FakeClock:
+    """Time that stands still until told."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Node:
+    """One instance: pool, engine, memory, transfers, and fake links to its peers."""
+
+    def __init__(
+        self, name: str, num_blocks: int = NUM_BLOCKS, layout: str = "block_first"
+    ) -> None:
+        self.id = InstanceId(name)
+        self.epoch = 1
+        self.geometry = geometry(layout, num_blocks)
+        self.memory = bytearray(buffer_bytes(self.geometry))
+        self.mempool, self.pool = make_pool(num_blocks)
+        self.engine = EngineStandIn(self.mempool, self.pool)
+        self.clock = FakeClock()
+        self.links: dict[InstanceId, FakeLink] = {}
+        self._peers: dict[InstanceId, Node] = {}
+        self._events: list[AnyEvent] = []
+        self.transfers = Transfers(
+            self.mempool,
+            self.geometry,
+            self._open_link,
+            self.id,
+            self.epoch,
+            self.clock,
+            self._events.append,
+        )
+
+    def _open_link(self, peer: PeerJoined) -> FakeLink:
+        if not peer.addresses:
+            raise TransferError(f"{peer.peer} offers nothing")
+        node = self._peers[peer.peer]
+        link = FakeLink(self.memory, self.geometry, node.memory, node.geometry)
+        self.links[peer.peer] = link
+        return link
+
+    def join(self, peer: Node, epoch: int = 1) -> None:
+        """Open the link to the peer."""
+        self._peers[peer.id] = peer
+        self.transfers.peer_joined(
+            PeerJoined(
+                epoch=self.epoch,
+                peer=peer.id,
+                peer_epoch=epoch,
+                geometry=peer.geometry,
+                addresses={"fake": peer.id},
+            )
+        )
+
+    def take(self) -> list[AnyEvent]:
+        """The events since the last call."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def only(self, kind: type[_EventT]) -> _EventT:
+        """The one event since the last call, which must be of this kind."""
+        (event,) = self.take()
+        assert isinstance(event, kind), event
+        return event
+
+    def compute(
+        self, request_id: str, tokens: Sequence[int], salt: str | None = None
+    ) -> int | None:
+        """Run a prompt, writing the KV of what was not found; it keeps running."""
+        hits = self.engine.start(request_id, tokens, salt)
+        if hits is not None:
+            for index in range(hits, len(tokens) // BLOCK_SIZE):
+                block_id = self.engine.running[request_id][index]
+                self._write(block_id, kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3))
+        return hits
+
+    def end(self, request_id: RequestId, tokens: Sequence[int], *, hold: bool) -> None:
+        """End a running request as the engine loop does; its source is not ready yet."""
+        if hold:
+            block_ids = self.engine.running[request_id]
+            self.transfers.hold_source(request_id, block_ids, len(tokens))
+        self.engine.finish(request_id)
+
+    def abort(self, request_id: RequestId) -> Abort:
+        """What the engine loop does about transfers when a request is forgotten."""
+        self.transfers.drop_source(request_id)
+        self.transfers.forget(request_id)
+        return Abort(epoch=self.epoch, request_id=request_id)
+
+    def _write(self, block_id: int, contents: bytes) -> None:
+        size = self.geometry.page_bytes
+        for layer, offset in enumerate(self.geometry.layer_offsets):
+            start = offset + block_id * self.geometry.block_stride
+            self.memory[start : start + size] = contents[layer * size : (layer + 1) * size]
+
+    def check(self, *prompts: Sequence[int], salts: Sequence[str | None] = (None,)) -> None:
+        """Every reference has an owner, and whatever the index finds holds the right KV."""
+        assert self.mempool.check_integrity(self.engine.running) == []
+        assert self.transfers.check_integrity() == []
+        for tokens in prompts:
+            for salt in salts:
+                for index, block_id in enumerate(self.mempool.match(tokens, salt)):
+                    expected = kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3)
+                    assert read_block(self.memory, self.geometry, block_id) == expected
+
+    def is_idle(self) -> bool:
+        """Nobody holds anything."""
+        return self.mempool.holders() == [] and self.mempool.stats().active == 0
+
+
+def allocate(
+    request_id: RequestId,
+    direction: Direction = Direction.FORWARD,
+    *,
+    attempt: int = 1,
+    salt: str | None = None,
+    is_private: bool = False,
+) -> Allocate:
+    """The command, without the tokens: tests pass those apart, as the engine loop does."""
+    return Allocate(
+        epoch=1,
+        transfer_id=TransferId(f"{request_id}/{direction.value}/{attempt}"),
+        request_id=request_id,
+        known_tokens=0,
+        token_ids=[],
+        cache_salt=salt,
+        is_private=is_private,
+        deadline_s=DEADLINE_S,
+    )
