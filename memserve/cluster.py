@@ -143,12 +143,15 @@ class ClusterManager:
 
     # ── start ─────────────────────────────────────────────────────────────────────────────────
 
+    async def open(self) -> None:
+        """Start the zygote; `watch` can run from now on, and `stop` has something to end."""
+        await self._zygote.start()
+
     async def start(self) -> None:
-        """Bring all instances up.
+        """Bring all instances up. `watch` must be running.
 
         Raises: StartError naming the instance that could not start, with what it said.
         """
-        await self._zygote.start()
         for instance in self._instances.values():
             self._fork(instance)
         deadline = self._clock() + self._settings.start_timeout_s

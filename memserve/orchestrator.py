@@ -144,6 +144,7 @@ class Orchestrator:
         app = build_app(self, lambda: self._front_end, api_key=self._config.server.api_key)
         runner = make_runner(app)
         try:
+            await self._cluster.open()
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(work)
@@ -254,7 +255,7 @@ class Orchestrator:
         has_key = bool(self._config.server.api_key)
         self._progress.ready(url, self._config.served_name, has_api_key=has_key)
         if show_live_view:
-            await live_view(self.snapshot, self._stop_asked)
+            await live_view(self.snapshot, self._stop_asked, address=url)
         await self._stop_asked.wait()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:

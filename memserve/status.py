@@ -1,4 +1,4 @@
-"""What the cluster looks like at one moment: the structs behind `/v1/status`, `top` and `status`."""
+"""What the cluster looks like at one moment: the structs behind `/v1/status` and `memserve top`."""
 
 from __future__ import annotations
 

@@ -46,6 +46,7 @@ def render(
     height: int | None = None,
     events: Sequence[str] = (),
     notice: str | None = None,
+    address: str = "",
     hint: str = "",
 ) -> RenderableType:
     """One frame. Rates are those between `previous` and `snapshot`, `interval_s` apart.
@@ -60,7 +61,12 @@ def render(
     fixed = 7 + 2 * len(traffic) + len(problems) + (2 if rows[1] else 0) + (2 if rows[2] else 0)
     if height is not None:
         rows = tui_text.share_rows(rows, height - fixed - 2)
-    parts: list[RenderableType] = [tui_text.header(snapshot, notice), Text(), *traffic, Text()]
+    parts: list[RenderableType] = [
+        tui_text.header(snapshot, notice, address),
+        Text(),
+        *traffic,
+        Text(),
+    ]
     parts += [tui_text.instance_table(snapshot, width, rows[0]), *problems]
     if snapshot.links and rows[1]:
         parts += [Text(), tui_text.link_table(snapshot, before, interval_s, width, rows[1])]
@@ -108,10 +114,12 @@ class View:
         self,
         hint: str,
         *,
+        address: str = "",
         clock: Callable[[], float] = time.monotonic,
         wall_time: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
     ) -> None:
         self._hint = hint
+        self._address = address
         self._clock = clock
         self._wall_time = wall_time
         self._current: Snapshot | None = None
@@ -158,6 +166,7 @@ class View:
             height=height,
             events=tuple(self._events),
             notice=notice,
+            address=self._address,
             hint=self._hint,
         )
 
@@ -170,7 +179,7 @@ class View:
 
 def top(client: StatusClient, console: Console) -> None:
     """Poll and draw until `q` or an interrupt; the terminal is given back in any case."""
-    view = View("q quit")
+    view = View("q quit", address=client.url)
     with _Keys() as keys, _screen(console) as live:
         while True:
             try:
@@ -186,6 +195,7 @@ async def live_view(
     get_snapshot: Callable[[], Snapshot],
     stop: asyncio.Event,
     *,
+    address: str = "",
     console: Console | None = None,
     interval_s: float = INTERVAL_S,
 ) -> None:
@@ -194,7 +204,7 @@ async def live_view(
     Frames are written by a thread: a terminal that is halted (Ctrl-S) must not halt the server.
     """
     console = console or Console()
-    view = View("Ctrl-C stops the server")
+    view = View("Ctrl-C stops the server", address=address)
     with _logs_as_events(view), _screen(console) as live:
         while not stop.is_set():
             view.saw(get_snapshot())

@@ -26,8 +26,8 @@ _STALE_S = 5.0
 """Heartbeats are older than this only when something is wrong or the engine is in a long step."""
 
 
-def header(snapshot: Snapshot, notice: str | None) -> RenderableType:
-    """Who serves what, and whether it does."""
+def header(snapshot: Snapshot, notice: str | None, address: str) -> RenderableType:
+    """Who serves what and where, and whether it does."""
     if notice is not None:
         state = Text(notice, "bold red")
     elif snapshot.is_ready:
@@ -44,7 +44,10 @@ def header(snapshot: Snapshot, notice: str | None) -> RenderableType:
     table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     table.add_column(no_wrap=True, justify="right")
     table.add_row(Text.assemble(("MemServe", "bold"), "  ", (snapshot.model, "bold cyan")), state)
-    return Group(table, Text(" · ".join(facts), DIM, no_wrap=True, overflow="ellipsis"))
+    line = Text(no_wrap=True, overflow="ellipsis")
+    if address:
+        line.append(f"{address}  ")
+    return Group(table, line.append(" · ".join(facts), DIM))
 
 
 def traffic_tables(

@@ -9,7 +9,7 @@ Phases of a request that prefills on P and decodes on D::
         ▲                  │                        │                                │
         └── instance lost ─┴────────────────────────┴────────────────────────────────┤
                                                                                      ▼
-                              ENDED ◀── link quiet ── DRAIN      RETURN ◀── finished, D gives KV back
+                              ENDED ◀── link quiet ── DRAIN      RETURN ◀── D gives the KV back
                                 ▲                       ▲           │
                                 └───────────────────────┴───────────┘
 

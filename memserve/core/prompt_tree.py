@@ -57,8 +57,8 @@ class PromptTree:
         self._num_blocks = 0
         self._num_nodes = 0
         self._ends: list[tuple[float, int, str | None, _Node]] = []
-        """A heap of (last told, order of entry, namespace, leaf). An entry whose node is no leaf any
-        more, or was told again since, is stale and skipped."""
+        """A heap of (last told, order of entry, namespace, leaf). An entry is stale, and skipped,
+        once its node is no leaf any more or was told again."""
         self._entry_numbers = itertools.count()
 
     @property
@@ -117,6 +117,7 @@ class PromptTree:
         if not node.children:
             self._enter(node, namespace)
         self._shrink()
+        self._tidy_ends()
 
     def drop(self, instance: InstanceId) -> None:
         """Forget everything of an instance. Time: the whole tree; lives end seldom."""
@@ -139,6 +140,7 @@ class PromptTree:
             if told > oldest:
                 break
             self._cut(node, namespace)
+        self._tidy_ends()
 
     def check_integrity(self) -> None:
         """Raises: AssertionError if the tree contradicts itself."""
@@ -153,7 +155,7 @@ class PromptTree:
                 assert node.children or (node.last_told, id(node)) in live_ends, "a lost end"
         assert num_blocks == self._num_blocks <= self._max_blocks
         assert num_nodes == self._num_nodes
-        assert len(self._ends) <= 2 * self._num_nodes + 64
+        assert len(self._ends) <= 2 * self._num_nodes + 64, "stale ends pile up"
 
     # ── nodes ─────────────────────────────────────────────────────────────────────────────────
 
@@ -211,6 +213,8 @@ class PromptTree:
     def _enter(self, node: _Node, namespace: str | None) -> None:
         entry = (node.last_told, next(self._entry_numbers), namespace, node)
         heapq.heappush(self._ends, entry)
+
+    def _tidy_ends(self) -> None:
         if len(self._ends) > 2 * self._num_nodes + 64:
             self._renew_ends()
 

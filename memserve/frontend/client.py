@@ -273,8 +273,8 @@ class MemServeClient(EngineClient):
             for request_id in deliveries:
                 self.on_error(request_id, MemServeError("an engine's output cannot be read"))
             return
-        for request_id in to_stop:
-            self._scheduler.stop(RequestId(request_id))
+        for stopped in to_stop:
+            self._scheduler.stop(RequestId(stopped))
 
     def _process(self, payload: bytes, deliveries: Mapping[RequestId, Delivery]) -> list[str]:
         """Put the step's outputs into their streams; whose stop string was seen."""

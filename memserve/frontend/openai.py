@@ -137,15 +137,14 @@ class Frontend:
         request = self._parse(ChatCompletionRequest, body)
         _require(request.messages, "messages", "at least one message is needed")
         request.request_id = call.id
-        asked = body.get("max_completion_tokens") or body.get("max_tokens")
-        return await self._generate(self._chat.create_chat_completion, request)
+        return await self._generate(self._chat.create_chat_completion, request, body)
 
     async def complete(self, body: object, call: Call) -> bytes | AsyncGenerator[str, None]:
         """`POST /v1/completions`: the response, or its server-sent events."""
         request = self._parse(CompletionRequest, body)
         _require(request.prompt, "prompt", "a text or a list of token ids is needed")
         request.request_id = call.id
-        return await self._generate(self._completion.create_completion, request)
+        return await self._generate(self._completion.create_completion, request, body)
 
     async def models(self) -> bytes:
         """`GET /v1/models`."""
@@ -192,14 +191,12 @@ class Frontend:
         return request
 
     async def _generate(
-        self, create: _Create, request: ChatCompletionRequest | CompletionRequest, asked: object
+        self, create: _Create, request: BaseModel, body: object
     ) -> bytes | AsyncGenerator[str, None]:
-        """`asked`: the tokens that the client wants at most."""
         try:
             result = await self._ask(create, request)
         except ApiError as error:
-            if error.param == "max_tokens" and (asked is None or asked >= 1):  # type: ignore
-                # Nothing is left of the context, which vLLM takes for the client's limit.
+            if error.param == "max_tokens" and not _asks_for_nothing(body):
                 raise self._no_room() from error
             raise
         if isinstance(result, BaseModel):
@@ -208,6 +205,7 @@ class Frontend:
         return stream
 
     def _no_room(self) -> ApiError:
+        """vLLM takes what is left of the context for the client's limit, and says it is too low."""
         limit = self.client.model_config.max_model_len
         message = f"the prompt fills the context of {limit} tokens; allowed: at most {limit - 1}"
         return ApiError(400, message)
@@ -244,6 +242,12 @@ def _of_response(response: ErrorResponse) -> ApiError:
 def _require(value: object, name: str, need: str) -> None:
     if not value:
         raise ApiError(400, f"{name}: is empty; {need}", param=name)
+
+
+def _asks_for_nothing(body: object) -> bool:
+    assert isinstance(body, dict)
+    limits = [body.get("max_tokens"), body.get("max_completion_tokens")]
+    return any(isinstance(limit, int) and limit < 1 for limit in limits)
 
 
 def _json(model: BaseModel) -> bytes:

@@ -22,7 +22,7 @@ import pydantic
 import torch
 from vllm.platforms import current_platform
 
-from memserve.errors import MemServeError, StartError
+from memserve.errors import MemServeError, StartError, TransferError
 from memserve.messages import PROTOCOL_VERSION, PeerJoined, Ready, StartFailed
 from memserve.types import Geometry
 from memserve.workers.compat import Engine, geometry_of, make_config, place_kv_cache
@@ -74,7 +74,7 @@ def _serve(spec: WorkerSpec) -> int:
     except Exception as error:  # whatever it is, the user has to see it
         if not isinstance(error, MemServeError):
             logger.exception("%s: the engine could not be built", spec.instance)
-        message = describe(error)
+        message = describe(error, spec.kv_bytes)
         logger.error("%s: %s", spec.instance, message)
         port.send(StartFailed(instance=spec.instance, epoch=spec.epoch, message=message))
         port.close()
@@ -166,7 +166,8 @@ class Worker:
 
     def _open_link(self, peer: PeerJoined) -> Link:
         """See `links.base.LinkOpener`."""
-        assert self._buffer is not None
+        if self._buffer is None:
+            raise TransferError(f"no link to {peer.peer}: the KV cache is not in shared memory")
         return open_shm(self._buffer, self._geometry, peer)
 
 
@@ -209,18 +210,18 @@ class _Host:
             self.loop.on_finished(request, block_ids)
 
 
-def describe(error: Exception) -> str:
+def describe(error: Exception, kv_bytes: int | None) -> str:
     """One line for a user, of whatever stopped the start."""
-    if isinstance(error, pydantic.ValidationError):
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        text = f"engine.{place}: {first['msg']}" if place else first["msg"]
-    else:
-        text = str(error).strip()
-    line = " ".join(text.split()) or type(error).__name__
-    if len(line) > _MAX_MESSAGE_CHARS:
-        line = line[: _MAX_MESSAGE_CHARS - 1] + "…"
-    return line
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, pydantic.ValidationError) and (first := error.errors()[0])["loc"]:
+        text = f"engine.{first['loc'][0]}: {first['input']!r}: {first['msg']}"
+    elif kv_bytes is not None and isinstance(error, ValueError) and "cache" in text:
+        # vLLM's advice names arguments that have no effect when the size is given.
+        size_mb = kv_bytes >> 20
+        text = f"mempool.hbm_mb: {size_mb} MiB do not hold one request of full length: {text}"
+    if len(text) > _MAX_MESSAGE_CHARS:
+        text = text[: _MAX_MESSAGE_CHARS - 1] + "…"
+    return text
 
 
 # ── the process ───────────────────────────────────────────────────────────────────────────────

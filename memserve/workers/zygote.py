@@ -172,11 +172,15 @@ def main() -> None:
     arguments = parser.parse_args()
     sock = socket.socket(fileno=arguments.fd)
     sock.set_inheritable(False)
-    set_engine_environment(os.environ, num_threads=1, log_level="info")
+    log_level = os.environ.get("VLLM_LOGGING_LEVEL", "info")
+    set_engine_environment(os.environ, num_threads=1, log_level=log_level)
     try:
         Zygote(sock, arguments.run_dir).serve()
     except MemServeError as error:
         sys.exit(f"memserve: error: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # taking torch apart, module by module, would take half a second
 
 
 if __name__ == "__main__":

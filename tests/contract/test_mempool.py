@@ -254,7 +254,7 @@ def test_the_audit_finds(corrupt: Callable[[MemPool, BlockPool], None], problem:
     assert any(problem in text for text in mempool.check_integrity({}))
 
 
-def test_the_audit_misses_a_running_request_that_nobody_names() -> None:
+def test_the_audit_finds_blocks_of_a_request_that_nobody_names() -> None:
     mempool, pool = make_pool()
     engine = EngineStandIn(mempool, pool)
     engine.start("r", prompt(6))

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from memserve.errors import TransferError
-from memserve.messages import Abort, Allocate, AnyEvent, PeerJoined
+from memserve.messages import Allocate, AnyEvent, PeerJoined
 from memserve.types import BlockId, Direction, InstanceId, RequestId, TransferId
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
@@ -200,11 +200,12 @@ class Node:
             self.transfers.hold_source(request_id, block_ids, len(tokens))
         self.engine.finish(request_id)
 
-    def abort(self, request_id: RequestId) -> Abort:
-        """What the engine loop does about transfers when a request is forgotten."""
+    def abort(self, request_id: RequestId) -> None:
+        """What the engine loop does when a request is forgotten."""
+        if request_id in self.engine.running:
+            self.engine.finish(request_id)
         self.transfers.drop_source(request_id)
         self.transfers.forget(request_id)
-        return Abort(epoch=self.epoch, request_id=request_id)
 
     def _write(self, block_id: int, contents: bytes) -> None:
         size = self.geometry.page_bytes

@@ -95,9 +95,7 @@ def lines(actions: list[Action]) -> list[str]:
                 texts.append(f"{action.instance} {line(action.command)}")
             case Deliver():
                 said = ("prompt", "tokens", "final")
-                texts.append(
-                    "deliver " + " ".join(x for x in said if getattr(action.delivery, x))
-                )
+                texts.append("deliver " + " ".join(x for x in said if getattr(action.delivery, x)))
             case Learned():
                 texts.append(f"{action.instance} has {action.num_tokens}")
             case Fail():
@@ -168,9 +166,7 @@ class Story:
         self, at: str, count: int, reason: str | None = None, attempt: int | None = None
     ) -> list[str]:
         token_ids = [100 + len(self.life.generated) + i for i in range(count)]
-        output = TokenOutput(
-            self.life.spec.id, attempt or self.life.attempt, token_ids, reason
-        )
+        output = TokenOutput(self.life.spec.id, attempt or self.life.attempt, token_ids, reason)
         return self.step(Output(InstanceId(at), output))
 
     def finished(self, at: str, held_tokens: int = 0, attempt: int | None = None) -> list[str]:
@@ -205,9 +201,7 @@ class Story:
         )
 
     def refused(self, at: str, way: str) -> list[str]:
-        return self.step(
-            Refused(**self._from(at), transfer_id=self._id(way), reason="no room")
-        )
+        return self.step(Refused(**self._from(at), transfer_id=self._id(way), reason="no room"))
 
     def expired(self, at: str, way: str) -> list[str]:
         return self.step(Expired(**self._from(at), transfer_id=self._id(way)))
@@ -234,9 +228,7 @@ class Story:
         )
 
     def insert_failed(self, at: str, way: str) -> list[str]:
-        return self.step(
-            InsertFailed(**self._from(at), transfer_id=self._id(way), reason="bytes")
-        )
+        return self.step(InsertFailed(**self._from(at), transfer_id=self._id(way), reason="bytes"))
 
     def lost(self, at: str, epoch: int = 1) -> list[str]:
         return self.step(InstanceLost(Seat(InstanceId(at), epoch)))
@@ -580,6 +572,7 @@ def test_12_a_failed_transfer_never_ends_in_garbage() -> None:
     story = Story().until_handoff()
     story.transmit_failed("P0", "forward")
     assert story.output("D0", 4, "length") == ["deliver tokens final"]
+    assert story.finished("P0", held_tokens=10) == [], "late, and not about D"
     assert story.finished("D0", held_tokens=14) == ["D0 has 14", "D0 Abort", "ended"]
 
 

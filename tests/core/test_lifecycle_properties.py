@@ -348,8 +348,8 @@ class Cluster:
     def _kill(self) -> None:
         """An instance dies, most likely one that a request runs on."""
         plans = [request.lifecycle.plan for request in self.requests.values()]
-        used = [seat.instance for plan in plans if plan for seat in (plan.first, plan.decode) if seat]
-        victims = used + list(self.workers)
+        seats = [seat for plan in plans if plan for seat in (plan.first, plan.decode)]
+        victims = [seat.instance for seat in seats if seat] + list(self.workers)
         worker = self.workers[victims[self.choices.pick(len(victims))]]
         if worker.is_alive:
             self.num_losses += 1
@@ -369,9 +369,7 @@ class Cluster:
         worker.outbox.clear()  # events of an earlier life are dropped
         for other in self.workers.values():
             if other.is_alive and other.instance not in self.noticed_lost:
-                command = PeerLost(
-                    epoch=other.epoch, peer=worker.instance, peer_epoch=worker.epoch
-                )
+                command = PeerLost(epoch=other.epoch, peer=worker.instance, peer_epoch=worker.epoch)
                 other.inbox.append(command)
         for request in self.requests.values():
             self._feed(request, InstanceLost(Seat(worker.instance, worker.epoch)))

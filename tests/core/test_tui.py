@@ -131,8 +131,12 @@ def test_a_frame_fits_its_width(width: int) -> None:
 @pytest.mark.parametrize("width", [80, 140])
 def test_nothing_is_cut_off_at_common_widths(width: int) -> None:
     first = _snapshot()
-    text = _text(tui.render(_later(first), first, 2.0, width, hint="q quit"), width)
+    frame = tui.render(
+        _later(first), first, 2.0, width, address="http://127.0.0.1:8000", hint="q quit"
+    )
+    text = _text(frame, width)
     assert "…" not in text
+    assert "http://127.0.0.1:8000  1P1D-CC" in text
     for words in ("smollm2-135m-instruct", "1P1D-CC · caching full · device cpu", "● ready"):
         assert words in text
     assert "█ active  ▒ historical  · free" in text

@@ -303,9 +303,7 @@ class WorkerModel:
             held_tokens = len(record.tokens) - 1 if is_computed else 0
             record.pinned_tokens = held_tokens
         record.run = None
-        self._emit(
-            Finished, request_id=request_id, attempt=record.attempt, held_tokens=held_tokens
-        )
+        self._emit(Finished, request_id=request_id, attempt=record.attempt, held_tokens=held_tokens)
         for transfer_id, order in list(self._orders.items()):
             if order.record is record:
                 assert run.hold, "ordered to send what it had not to hold"

@@ -18,6 +18,7 @@ import msgspec
 
 from memserve.core.timeline import RequestTimeline
 from memserve.status import AuditReport, Snapshot
+from memserve.types import InstanceId, InstanceState
 from tests.integration.cluster_harness import MODEL, Cluster
 
 CALL_S = 120.0
@@ -204,34 +205,37 @@ class Client:
         await self.until_step(call_id, "released", deadline_s)
 
     async def until_idle(self, deadline_s: float = 60.0) -> AuditedSnapshot:
-        """Wait until every instance is ready and does nothing; then nothing may be held.
+        """Wait until every instance is ready, and nobody holds anything anywhere.
 
-        Raises: AssertionError naming what is leaked or held.
+        Raises: AssertionError naming what is leaked, held, or owned twice.
         """
+        latest = None
 
-        async def is_quiet() -> bool:
-            status = await self.status()
-            counters = status.counters
+        async def is_idle() -> bool:
+            nonlocal latest
+            latest = await self.audit()
+            for report in latest.audit:
+                assert report.problems == [], report
+            counters = latest.counters
             return counters.running == counters.waiting == 0 and all(
-                instance.state.value == "ready"
-                and instance.stats is not None
-                and instance.stats.active_blocks == instance.stats.running_requests == 0
-                for instance in status.instances
+                instance.state is InstanceState.READY and _is_idle(instance.id, latest.audit)
+                for instance in latest.instances
             )
 
         try:
-            await until_async(is_quiet, "all instances are idle", deadline_s, every_s=0.1)
-        except TimeoutError:
-            audit = await self.audit()
-            raise AssertionError(f"not idle after {deadline_s:g} s: {audit}") from None
-        snapshot = await self.audit()
-        assert len(snapshot.audit) == len(snapshot.instances)
-        for report in snapshot.audit:
-            assert report.problems == [], report
-            assert report.holders == [], report
-            assert report.stats is not None
-            assert report.stats.active_blocks == 0, report
-        return snapshot
+            await until_async(is_idle, "all instances are idle", deadline_s, every_s=0.1)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}: {latest}") from None
+        assert latest is not None
+        return latest
+
+
+def _is_idle(instance: InstanceId, reports: list[AuditReport]) -> bool:
+    report = next((report for report in reports if report.instance == instance), None)
+    if report is None or report.stats is None:
+        return False
+    stats = report.stats
+    return report.holders == [] and stats.active_blocks == stats.running_requests == 0
 
 
 def _body(prompt: list[int], max_tokens: int, extra: dict[str, Any]) -> dict[str, Any]:

@@ -130,6 +130,8 @@ class FakeCluster:
         self.is_split = is_split
         self.is_ready = True
         self.refusal: UnavailableError | None = None
+        self.capacity = 0
+        """How many requests are taken in spite of `refusal`."""
         self.scripts: deque[Script] = deque()
         self.requests: list[FakeRequest] = []
         self._by_id: dict[RequestId, FakeRequest] = {}
@@ -145,9 +147,9 @@ class FakeCluster:
         """What the next requests will generate, in the order of their submission."""
         self.scripts.extend(scripts)
 
-    def resume(self) -> None:
+    def resume(self, pause_after: int | None = None) -> None:
         for request in self.requests:
-            request.script.pause_after = None
+            request.script.pause_after = pause_after
         self._pump_soon()
 
     def fail(self, request: FakeRequest, error: MemServeError) -> None:
@@ -171,7 +173,7 @@ class FakeCluster:
     # ── the scheduler's part ──────────────────────────────────────────────────────────────────
 
     def submit(self, spec: RequestSpec) -> None:
-        if self.refusal is not None:
+        if self.refusal is not None and len(self.requests) >= self.capacity:
             raise self.refusal
         request = self._decoder.decode(spec.request)
         assert request.prompt_token_ids == [] and request.request_id == spec.id

@@ -19,10 +19,13 @@ from vllm.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
+from memserve.core.delivery import Delivery
 from memserve.errors import InstanceLostError, StartError, UnavailableError
+from memserve.frontend import app
 from memserve.frontend.app import build_app, make_runner
-from memserve.frontend.client import needs_resampling
+from memserve.frontend.client import apply_delivery, needs_resampling
 from memserve.frontend.openai import Frontend, build_frontend
 from memserve.messages import Abort, Decode
 from memserve.models import BUNDLED_NAME, resolve_model
@@ -81,8 +84,8 @@ class Server:
             return response.status, await response.json()
 
 
-async def serve(app: web.Application) -> AsyncIterator[Server]:
-    runner = make_runner(app, shutdown_timeout_s=1.0)
+async def serve(application: web.Application) -> AsyncIterator[Server]:
+    runner = make_runner(application, shutdown_timeout_s=1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
@@ -237,12 +240,19 @@ async def test_prompt_lengths(
 
 
 async def test_the_context_limits_the_answer(server: Server, cluster: FakeCluster) -> None:
-    cluster.play(Script([100] * 8))
-    body = {"model": MODEL, "prompt": [500] * 2045, "max_tokens": 2000}
+    body = {"model": MODEL, "prompt": [500] * 2045, "max_tokens": 4}
+    cluster.play(Script([100] * 3))
     status, answer = await server.post("/v1/completions", body)
-    assert status == 400 or answer["usage"]["completion_tokens"] == 3
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+    cluster.play(Script([100] * 2048))
     status, answer = await server.post("/v1/chat/completions", {"model": MODEL, "messages": USER})
-    assert status == 200 or "max" in answer["error"]["message"]
+    spec = cluster.requests[1].lifecycle.spec
+    assert status == 200
+    assert spec.max_tokens == 2048 - len(spec.prompt_token_ids)
+    assert answer["usage"]["total_tokens"] == 2048
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -334,9 +344,36 @@ async def test_a_resampled_first_token_is_decodes(
     assert text == TEXT
     assert decode(frontend, [WRONG_TOKEN]) not in text
     logprobs = [a["choices"][0].get("logprobs") for a in answers if a["choices"]]
-    assert sum(len(entry["content"]) for entry in logprobs if entry) == len(tokens)
+    listed = [token for entry in logprobs if entry for token in entry["content"]]
+    assert [token["logprob"] for token in listed] == [-0.5] * len(tokens)  # else: of other tokens
     assert answers[-1]["usage"]["completion_tokens"] == len(tokens)
     assert answers[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+
+
+def test_apply_delivery() -> None:
+    def make() -> EngineCoreOutput:
+        return EngineCoreOutput(
+            request_id="a",
+            new_token_ids=[7],
+            new_logprobs="logprobs",
+            new_prompt_logprobs_tensors="prompt logprobs",
+            finish_reason=FinishReason.LENGTH,
+            stop_reason=7,
+            prefill_stats="stats",
+        )
+
+    nothing = Delivery(tokens=False, final=False, prompt=False)
+    assert apply_delivery(make(), nothing) == EngineCoreOutput(request_id="a", new_token_ids=[])
+    everything = Delivery(tokens=True, final=True, prompt=True)
+    assert apply_delivery(make(), everything) == make()
+    from_prefill = apply_delivery(make(), Delivery(tokens=True, final=False, prompt=True))
+    assert (from_prefill.new_token_ids, from_prefill.new_logprobs) == ([7], "logprobs")
+    assert (from_prefill.finish_reason, from_prefill.stop_reason) == (None, None)
+    assert from_prefill.prefill_stats == "stats"
+    from_decode = apply_delivery(make(), Delivery(tokens=True, final=True, prompt=False))
+    assert from_decode.finish_reason is FinishReason.LENGTH
+    assert from_decode.prefill_stats is None
+    assert from_decode.new_prompt_logprobs_tensors is None
 
 
 @pytest.mark.parametrize(
@@ -375,16 +412,18 @@ def test_needs_no_resampling() -> None:
 
 async def test_one_write_per_engine_step(server: Server, cluster: FakeCluster) -> None:
     """Four choices make four events in each step, and one HTTP chunk (the aiohttp write)."""
-    cluster.play(*[Script([100, 200, 300, 400, 500]) for _ in range(4)])
-    body = {"model": MODEL, "messages": USER, "n": 4, "max_tokens": 5, "stream": True}
-    chunks = [b""]
+    cluster.play(*[Script([100, 200, 300, 400], pause_after=1) for _ in range(4)])
+    body = {"model": MODEL, "messages": USER, "n": 4, "max_tokens": 4, "stream": True}
+    counts = []
     async with server.http.post(f"{server.url}/v1/chat/completions", json=body) as response:
-        async for data, is_end in response.content.iter_chunks():
-            chunks[-1] += data
+        data = b""
+        async for part, is_end in response.content.iter_chunks():
+            data += part
             if is_end:
-                chunks.append(b"")
-    counts = [chunk.count(b"data: ") for chunk in chunks if chunk]
-    assert counts == [8, 4, 4, 4, 5]  # roles and first tokens; tokens; the last ones and [DONE]
+                counts.append(data.count(b"data: "))
+                data = b""
+                cluster.resume(pause_after=len(counts) + 1)
+    assert counts == [8, 4, 4, 5]  # roles and first tokens; tokens; the last ones and [DONE]
 
 
 async def test_concurrent_calls_share_steps(
@@ -535,6 +574,57 @@ async def test_unavailable(server: Server, cluster: FakeCluster, stream: bool) -
     assert (error["message"], error["code"]) == ("no decode instance is ready", 503)
 
 
+async def test_a_client_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "WRITE_TIMEOUT_S", 0.01)
+    is_aborted = []
+
+    class Stuck:
+        transport = None
+
+        async def write(self, data: bytes) -> None:
+            await asyncio.Event().wait()
+
+        def abort(self) -> None:
+            is_aborted.append(True)
+
+    stuck = Stuck()
+    stuck.transport = stuck
+    writer = app.EventWriter(stuck, stuck)
+    writer.add("data: x\n\n")
+    with pytest.raises(asyncio.CancelledError):
+        await writer.flush()
+    assert is_aborted
+
+
+async def test_an_unreadable_step_fails_its_requests_only(
+    server: Server, cluster: FakeCluster
+) -> None:
+    cluster.play(Script([100, 200], pause_after=1), Script([100, 200], pause_after=1))
+    body = {"model": MODEL, "prompt": ["a", "b"], "max_tokens": 2}
+    lost, kept = [
+        asyncio.create_task(server.post(COMPLETION, body | {"prompt": prompt})) for prompt in "ab"
+    ]
+    await cluster.until(lambda: [len(r.lifecycle.generated) for r in cluster.requests] == [1, 1])
+    delivery = Delivery(tokens=True, final=False, prompt=False)
+    cluster.sink.on_step(b"garbage", {cluster.requests[0].lifecycle.spec.id: delivery})
+    await cluster.until(lambda: cluster.requests[0].state == "cancelled")
+    cluster.resume()
+    assert sorted([(await lost)[0], (await kept)[0]]) == [200, 500]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("shape", [{"prompt": "a", "n": 3}, {"prompt": ["a", "b", "c"]}])
+async def test_a_call_that_is_taken_in_part_is_refused_whole(
+    server: Server, cluster: FakeCluster, shape: dict[str, Any], stream: bool
+) -> None:
+    cluster.refusal, cluster.capacity = UnavailableError("too many requests wait"), 2
+    cluster.play(*[Script([100, 200], pause_after=0) for _ in range(2)])
+    body = {"model": MODEL, "max_tokens": 2, "stream": stream} | shape
+    status, answer = await server.post(COMPLETION, body)
+    assert (status, answer["error"]["message"]) == (503, "too many requests wait")
+    assert [request.state for request in cluster.requests] == ["cancelled", "cancelled"]
+
+
 # ── requests that cannot be served ────────────────────────────────────────────────────────────────
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -549,13 +639,18 @@ BAD_BODIES = [
         "messages[0].content: 5 is not allowed; a valid string or a list",
     ),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role: is missing"),
-    (CHAT, {"messages": [5]}, "messages[0]", "messages[0]: 5 is not allowed; a valid JSON object"),
+    (CHAT, {"messages": [5]}, "messages[0]", "messages[0]: 5 is not allowed; a JSON object"),
     (CHAT, {"messages": USER, "temperature": "hot"}, "temperature", "'hot' is not allowed"),
     (CHAT, {"messages": USER, "temperature": 9}, "temperature", "must be in [0, 2], got 9"),
     (CHAT, {"messages": USER, "max_tokens": 1.5}, "max_tokens", "1.5 is not allowed"),
     (CHAT, {"messages": USER, "max_tokens": 0}, "max_tokens", "must be at least 1, got 0"),
     (CHAT, {"messages": USER, "n": 0}, None, "n must be at least 1, got 0"),
-    (CHAT, {"messages": USER, "stream_options": {}}, "stream_options", "`stream=True`"),
+    (
+        CHAT,
+        {"messages": USER, "stream_options": {"include_usage": True}},
+        "stream_options",
+        "`stream=True`",
+    ),
     (CHAT, {"messages": USER, "use_beam_search": True}, "use_beam_search", "is not supported"),
     (CHAT, {"messages": USER, "kv_transfer_params": {"a": 1}}, "kv_transfer_params", "not supp"),
     (COMPLETION, {"prompt": ""}, "prompt", "non-empty"),
@@ -564,7 +659,9 @@ BAD_BODIES = [
     (COMPLETION, {"prompt": 5}, "prompt", "5 is not allowed; a valid list or a valid string"),
     (COMPLETION, {"prompt": [1, 2, "a"]}, "prompt[2]", "'a' is not allowed"),
     (COMPLETION, {"prompt": [999999]}, None, "out of vocabulary"),
-    (COMPLETION, {"prompt": [1] * 2048}, None, "2048"),
+    (COMPLETION, {"prompt": [1] * 2048}, None, "the prompt fills the context of 2048 tokens"),
+    (COMPLETION, {"prompt": [1] * 2049}, None, "2048"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 0}, "max_tokens", "must be at least 1, got 0"),
     (COMPLETION, {"prompt": "long " * 3000}, None, "2048"),
     (CHAT, {"messages": [{"role": "user", "content": "long " * 3000}]}, None, "2048"),
     ("/tokenize", {}, "prompt", "prompt: is missing"),

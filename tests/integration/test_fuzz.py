@@ -143,7 +143,8 @@ async def test_conversations_under_pressure(
 
     # The pressure was real.
     assert seen.get("refused", 0) > 0
-    assert seen.get("cancelled", 0) == sum(turn.leaves_after is not None for turn in turns)
+    num_left = sum(turn.leaves_after is not None for turn in turns)
+    assert snapshot.counters.cancelled == num_left > 0
     evicted = [
         turn
         for turn in turns
@@ -153,7 +154,7 @@ async def test_conversations_under_pressure(
     assert seen.get("returned", 0) > 0
     assert snapshot.counters.cached_tokens > 0
     assert snapshot.counters.failed == 0
-    assert sum(link.failures for link in snapshot.links) <= seen["cancelled"]
+    assert sum(link.failures for link in snapshot.links) <= num_left
 
     _compare(turns, reference)
 

@@ -1,0 +1,356 @@
+"""Random transfers between two instances, against a naive model of who owns how many blocks.
+
+The machine plays the hub by its rules (a reservation ends by a commit after `Sent`, or by a cancel
+once the sender is quiet) and breaks everything else: links stall, fail, lose bytes and die, clients
+leave, deadlines pass, the engine takes every block it can get. After each rule every reference in
+both pools must have its owner, and every block that an index finds must hold the right KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from memserve.messages import (
+    Allocated,
+    AnyEvent,
+    Cancel,
+    Commit,
+    Expired,
+    Inserted,
+    InsertFailed,
+    LinkReady,
+    Refused,
+    Sent,
+    Transmit,
+    TransmitFailed,
+)
+from memserve.types import BlockId, Direction, RequestId, TransferId
+from memserve.workers.transfer import namespace
+from tests.contract.link_rig import BLOCK_SIZE
+from tests.contract.transfer_rig import DEADLINE_S, Node, allocate, prompt
+
+SEEDS = 3
+MAX_TOKENS = 27
+
+
+class Flow(msgspec.Struct):
+    """One request with one transfer, as the hub knows it."""
+
+    request_id: RequestId
+    tokens: list[int]
+    is_private: bool
+    source: Node
+    target: Node
+    is_running: bool = True
+    """At the source; then it is held until the transfer's end, or dropped."""
+    is_held: bool = False
+    state: str = "new"
+    """new → asked → ordered → sent → done"""
+    hit_blocks: int = 0
+    block_ids: list[BlockId] = []
+    sent_bytes: int = 0
+    is_arrival: bool = False
+
+    @property
+    def transfer_id(self) -> TransferId:
+        return TransferId(f"{self.request_id}/forward/1")
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.tokens) // BLOCK_SIZE
+
+    @property
+    def salt(self) -> str | None:
+        return namespace(self.request_id, None) if self.is_private else None
+
+
+class TransferMachine(RuleBasedStateMachine):
+    flows: Bundle[Flow] = Bundle("flows")
+    fillers: Bundle[tuple[Node, RequestId]] = Bundle("fillers")
+
+    @initialize(layouts=st.tuples(*[st.sampled_from(["block_first", "layer_first"])] * 2))
+    def build(self, layouts: tuple[str, str]) -> None:
+        self.nodes = [Node(f"N{i}", layout=layout) for i, layout in enumerate(layouts)]
+        self.epochs = [1, 1]
+        first, second = self.nodes
+        first.join(second)
+        second.join(first)
+        self.count = 0
+        self.known: dict[TransferId, Flow] = {}
+        self.expired: set[TransferId] = set()
+        self.read_events()
+
+    def new_id(self) -> RequestId:
+        self.count += 1
+        return RequestId(f"r{self.count}")
+
+    # ── the engines ───────────────────────────────────────────────────────────────────────────
+
+    @rule(
+        target=flows,
+        direction=st.integers(0, 1),
+        length=st.integers(0, MAX_TOKENS),
+        seed=st.integers(0, SEEDS - 1),
+        is_private=st.booleans(),
+    )
+    def start(self, direction: int, length: int, seed: int, is_private: bool) -> object:
+        """A request that will move its KV starts at its source."""
+        source, target = self.nodes[direction], self.nodes[1 - direction]
+        flow = Flow(self.new_id(), prompt(length, seed), is_private, source, target)
+        if source.compute(flow.request_id, flow.tokens) is None:
+            return multiple()
+        self.known[flow.transfer_id] = flow
+        return flow
+
+    @rule(
+        target=fillers,
+        node=st.integers(0, 1),
+        length=st.integers(1, 40),
+        seed=st.integers(0, SEEDS),
+    )
+    def fill(self, node: int, length: int, seed: int) -> object:
+        """Another request takes blocks, and evicts history."""
+        request_id = self.new_id()
+        if self.nodes[node].compute(request_id, prompt(length, seed)) is None:
+            return multiple()
+        return self.nodes[node], request_id
+
+    @rule(filler=consumes(fillers))
+    def end_filler(self, filler: tuple[Node, RequestId]) -> None:
+        node, request_id = filler
+        node.engine.finish(request_id)
+
+    @rule(flow=flows)
+    def finish(self, flow: Flow) -> None:
+        """The source's run ends, and its KV is held."""
+        if flow.is_running:
+            flow.is_running = False
+            flow.is_held = flow.state in ("new", "asked", "ordered")
+            flow.source.end(flow.request_id, flow.tokens, hold=flow.is_held)
+            flow.source.transfers.source_ready(flow.request_id)
+        self.read_events()
+
+    @rule(flow=flows)
+    def abort(self, flow: Flow) -> None:
+        """The source forgets the request."""
+        flow.is_running = flow.is_held = False
+        flow.source.abort(flow.request_id)
+        self.read_events()
+
+    @rule(flow=flows, is_forgotten=st.booleans())
+    def arrive(self, flow: Flow, is_forgotten: bool) -> None:
+        """The target schedules the request, or forgets it."""
+        if flow.is_arrival:
+            if is_forgotten:
+                flow.target.transfers.forget(flow.request_id)
+            else:
+                flow.target.transfers.scheduled(flow.request_id)
+            flow.is_arrival = False
+
+    @rule(node=st.integers(0, 1))
+    def relax(self, node: int) -> None:
+        self.nodes[node].transfers.relax()
+        for flow in self.known.values():
+            if flow.target is self.nodes[node]:
+                flow.is_arrival = False
+
+    @rule(node=st.integers(0, 1), seed=st.integers(0, SEEDS - 1), is_reset=st.booleans())
+    def forget_history(self, node: int, seed: int, is_reset: bool) -> None:
+        mempool = self.nodes[node].mempool
+        if is_reset:
+            mempool.reset()
+        else:
+            mempool.delete(prompt(MAX_TOKENS, seed))
+            assert mempool.match(prompt(MAX_TOKENS, seed)) == []
+
+    # ── the hub ───────────────────────────────────────────────────────────────────────────────
+
+    @rule(flow=flows)
+    def ask(self, flow: Flow) -> None:
+        if flow.state == "new":
+            command = allocate(flow.request_id, Direction.FORWARD, is_private=flow.is_private)
+            flow.target.transfers.allocate(command, flow.tokens)
+        self.read_events()
+
+    @rule(flow=flows)
+    def order(self, flow: Flow) -> None:
+        if flow.state == "asked" and (flow.is_running or flow.is_held):
+            flow.state = "ordered"
+            flow.source.transfers.transmit(
+                Transmit(
+                    epoch=1,
+                    transfer_id=flow.transfer_id,
+                    request_id=flow.request_id,
+                    peer=flow.target.id,
+                    first_block=flow.hit_blocks,
+                    block_ids=flow.block_ids,
+                )
+            )
+        self.read_events()
+
+    @rule(flow=flows)
+    def cancel(self, flow: Flow) -> None:
+        """Tell whoever may be told: the sender once it was ordered, else the receiver."""
+        command = Cancel(epoch=1, transfer_id=flow.transfer_id)
+        if flow.state == "ordered":
+            flow.source.transfers.cancel(command)
+        elif flow.state in ("asked", "sent"):
+            flow.state = "done"
+            flow.target.transfers.cancel(command)
+        self.read_events()
+
+    @rule(flow=flows, pin=st.booleans())
+    def commit(self, flow: Flow, pin: bool) -> None:
+        if flow.state == "sent":
+            flow.state = "done"
+            promised = len(flow.block_ids) * flow.target.geometry.block_bytes
+            flow.is_arrival = pin and flow.sent_bytes == promised and flow.num_blocks > 0
+            flow.target.transfers.commit(
+                Commit(epoch=1, transfer_id=flow.transfer_id, size_bytes=flow.sent_bytes, pin=pin)
+            )
+        self.read_events()
+
+    # ── faults ────────────────────────────────────────────────────────────────────────────────
+
+    @rule(node=st.integers(0, 1), fault=st.sampled_from(["hold", "release", "fail", "lose"]))
+    def disturb(self, node: int, fault: str) -> None:
+        (link,) = self.nodes[node].links.values()
+        act: dict[str, Callable[[], None]] = {
+            "hold": link.hold,
+            "release": link.release,
+            "fail": lambda: link.fail_next("no wire"),
+            "lose": lambda: link.lose_bytes(1),
+        }
+        act[fault]()
+
+    @rule(node=st.integers(0, 1))
+    def reconnect(self, node: int) -> None:
+        """The link is replaced, as for a new life of the peer."""
+        self.epochs[node] += 1
+        self.nodes[node].join(self.nodes[1 - node], self.epochs[node])
+        self.read_events()
+
+    @rule(seconds=st.sampled_from([0.1, DEADLINE_S]))
+    def pass_time(self, seconds: float) -> None:
+        for node in self.nodes:
+            node.clock.now_s += seconds
+            node.transfers.expire()
+        self.read_events()
+
+    @rule()
+    def poll(self) -> None:
+        for node in self.nodes:
+            node.transfers.poll()
+        self.read_events()
+
+    # ── what must hold ────────────────────────────────────────────────────────────────────────
+
+    def read_events(self) -> None:
+        for node in self.nodes:
+            for event in node.take():
+                self._on_event(node, event)
+
+    def _on_event(self, node: Node, event: AnyEvent) -> None:
+        if isinstance(event, LinkReady):
+            assert event.error is None
+            return
+        flow = self.known[event.transfer_id]  # type: ignore[union-attr]
+        match event:
+            case Allocated() if flow.state == "new" and node is flow.target:
+                flow.state = "asked"
+                flow.hit_blocks, flow.block_ids = event.hit_blocks, event.block_ids
+                assert event.hit_blocks + len(event.block_ids) == flow.num_blocks
+            case Refused() if flow.state == "new" and node is flow.target:
+                flow.state = "done"
+            case Sent() if flow.state == "ordered" and node is flow.source:
+                flow.state = "sent"
+                flow.sent_bytes = event.size_bytes
+                flow.is_held = False
+            case TransmitFailed() if flow.state == "ordered" and node is flow.source:
+                flow.state = "done"
+                flow.target.transfers.cancel(Cancel(epoch=1, transfer_id=flow.transfer_id))
+                # The pin of a request that was being sent ends here; of one that waits, later.
+                flow.is_held = False
+            case Expired() if flow.state in ("asked", "ordered", "sent"):
+                assert node is flow.target
+            case Inserted() | InsertFailed() if flow.state == "done":
+                assert node is flow.target
+            case _:
+                pytest.fail(f"{event} from {node.id} in state {flow.state}")
+
+    @invariant()
+    def every_reference_has_its_owner(self) -> None:
+        for node in self.nodes:
+            assert self._owned(node) == {h for h in node.mempool.holders() if "sending" not in h}
+            flows = [f for f in self.known.values() if f.target is node]
+            reserved = sum(
+                len(f.block_ids) for f in flows if f.state in ("asked", "ordered", "sent")
+            )
+            assert node.transfers.reserved_blocks == reserved
+
+    def _owned(self, node: Node) -> set[str]:
+        """Owner and count, as the events so far imply; links in flight apart."""
+        owned: dict[str, int] = {}
+        for flow in self.known.values():
+            if flow.target is node and flow.state in ("asked", "ordered", "sent"):
+                owned[f"reservation of {flow.transfer_id}"] = flow.num_blocks
+            if flow.target is node and flow.is_arrival:
+                owned[f"arrival for {flow.request_id}"] = flow.num_blocks
+            is_sending = flow.state == "ordered"
+            if flow.source is node and flow.is_held and not is_sending:
+                owned[f"source of {flow.request_id}"] = flow.num_blocks
+        return {f"{owner}: {count} blocks" for owner, count in owned.items() if count}
+
+    @invariant()
+    def pools_are_sound(self) -> None:
+        prompts = [prompt(MAX_TOKENS, seed) for seed in range(SEEDS)]
+        salts = [None, *{f.salt for f in self.known.values() if f.salt is not None}]
+        for node in self.nodes:
+            node.check(*prompts, salts=salts)
+            stats = node.mempool.stats()
+            assert stats.free + stats.historical + stats.active == stats.total
+            free = node.pool.free_block_queue.get_all_free_blocks()
+            assert stats.historical == sum(b.block_hash is not None for b in free)
+
+    def teardown(self) -> None:
+        """Let everything end: nothing may be held by anybody."""
+        if not hasattr(self, "nodes"):
+            return
+        for node in self.nodes:
+            for link in node.links.values():
+                link.release()
+        self.poll()
+        for flow in self.known.values():
+            self.abort(flow)
+            self.cancel(flow)
+            self.commit(flow, pin=False)
+            flow.target.transfers.forget(flow.request_id)
+        for node in self.nodes:
+            for request_id in list(node.engine.running):
+                node.engine.finish(request_id)
+            assert node.is_idle(), node.mempool.holders()
+            assert not node.transfers.is_active
+        self.pools_are_sound()
+
+
+TransferMachine.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestTransfers = TransferMachine.TestCase

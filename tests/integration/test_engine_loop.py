@@ -1,0 +1,597 @@
+"""The engine loop over a scripted engine, and what the engine is asked to run for a command.
+
+The pool, its requests and the transfers are real; the engine keeps vLLM's order of hooks and frees,
+and generates what a test tells it. No process, no model, no waiting: time is a number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from memserve.errors import RequestError
+from memserve.messages import (
+    Abort,
+    Allocate,
+    Allocated,
+    AnyCommand,
+    AnyEvent,
+    Audit,
+    Audited,
+    Commit,
+    Decode,
+    Expired,
+    Finished,
+    Heartbeat,
+    Inserted,
+    PeerJoined,
+    Prefill,
+    Rejected,
+    Sent,
+    Started,
+    Stop,
+    Tokens,
+    Transmit,
+    TransmitFailed,
+)
+from memserve.types import InstanceId, RequestId, TransferId
+from memserve.workers.compat import Engine, EngineCodec, complete_tokens
+from memserve.workers.engine_loop import EngineLoop
+from memserve.workers.links.fake import FakeLink
+from memserve.workers.mempool import MemPool
+from memserve.workers.requests import decode_request, prefill_request
+from memserve.workers.transfer import Transfers, namespace
+from tests.contract.link_rig import BLOCK_SIZE, buffer_bytes, geometry
+from tests.contract.transfer_rig import FakeClock, make_hasher, make_pool, prompt
+from tests.integration.worker_harness import request_bytes
+
+ID = RequestId("r")
+NUM_BLOCKS = 24
+
+
+class ScriptedEngine:
+    """What the loop uses of `compat.Engine`. Each step gives every running request one token."""
+
+    max_model_len = 100
+
+    def __init__(self, mempool: MemPool, pool: BlockPool) -> None:
+        self._mempool = mempool
+        self._pool = pool
+        self._hasher = make_hasher()
+        self.loop: EngineLoop | None = None
+        self.waiting: list[Request] = []
+        self.running: dict[str, Request] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.breaks_on_add: Exception | None = None
+        self.added: list[EngineCoreRequest] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def is_starved(self) -> bool:
+        return bool(self.waiting) and not self.running
+
+    def held_blocks(self) -> dict[str, list[int]]:
+        return dict(self.tables)
+
+    def add(self, request: EngineCoreRequest) -> None:
+        if self.breaks_on_add is not None:
+            raise self.breaks_on_add
+        self.added.append(request)
+        key = self._hasher(request.prompt_token_ids or [], request.cache_salt)
+        key.request_id = request.request_id
+        assert request.sampling_params is not None
+        assert request.sampling_params.max_tokens is not None
+        key.max_tokens = request.sampling_params.max_tokens
+        self.waiting.append(key)
+
+    def abort(self, request_id: str) -> None:
+        for request in self.waiting:
+            if request.request_id == request_id:
+                self.waiting.remove(request)
+                request.status = RequestStatus.FINISHED_ABORTED
+                self._finish(request)
+                return
+        if (running := self.running.pop(request_id, None)) is not None:
+            running.status = RequestStatus.FINISHED_ABORTED
+            self._finish(running)
+
+    def step(self) -> tuple[EngineCoreOutputs | None, bool]:
+        assert self.loop is not None
+        for request in list(self.waiting):
+            self._schedule(request)
+        outputs = []
+        for request in list(self.running.values()):
+            request.num_computed_tokens = request.num_tokens
+            request.append_output_token_ids(500 + request.num_output_tokens)
+            output = EngineCoreOutput(request.request_id, [request.output_token_ids[-1]])
+            if request.num_output_tokens == request.max_tokens:
+                output.finish_reason = FinishReason.LENGTH
+                request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+                del self.running[request.request_id]
+                self._finish(request)
+            outputs.append(output)
+        return EngineCoreOutputs(outputs=outputs), bool(outputs)
+
+    def _schedule(self, request: Request) -> None:
+        assert self.loop is not None
+        hits = [self._pool.get_cached_block(h, [0]) for h in request.block_hashes]
+        most = (request.num_tokens - 1) // BLOCK_SIZE
+        blocks = [found[0] for found in hits[:most] if found]
+        need = -(-(request.num_tokens + request.max_tokens) // BLOCK_SIZE) - len(blocks)
+        evictable = sum(block.ref_cnt == 0 for block in blocks)
+        if need > self._pool.get_num_free_blocks() - evictable:
+            return
+        self._pool.touch(blocks)
+        cached = len(blocks) * BLOCK_SIZE
+        blocks = blocks + self._pool.get_new_blocks(need)
+        self._pool.cache_full_blocks(
+            request, blocks, cached // BLOCK_SIZE, len(request.block_hashes), BLOCK_SIZE, 0
+        )
+        self.waiting.remove(request)
+        self.running[request.request_id] = request
+        self.tables[request.request_id] = [block.block_id for block in blocks]
+        self.loop.on_scheduled(request.request_id, cached)
+
+    def _finish(self, request: Request) -> None:
+        assert self.loop is not None
+        table = self.tables.get(request.request_id, [])
+        self.loop.on_finished(request, list(table))
+        self._pool.free_blocks(reversed([self._pool.blocks[b] for b in table]))
+        self.tables.pop(request.request_id, None)
+
+
+class ScriptedChannel:
+    """Commands in, events out; waiting moves the clock on and ends the run when all is said."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+        self.commands: deque[AnyCommand] = deque()
+        self.events: list[AnyEvent] = []
+        self.waits: list[float] = []
+        self.is_idle_after = 1
+        self.loop: EngineLoop | None = None
+
+    def send(self, event: AnyEvent) -> None:
+        self.events.append(event)
+
+    def receive(self) -> AnyCommand | None:
+        return self.commands.popleft() if self.commands else None
+
+    def wait(self, timeout_s: float) -> None:
+        self.waits.append(timeout_s)
+        if self.commands or timeout_s <= 0.0:
+            return
+        self._clock.now_s += timeout_s
+        self.is_idle_after -= 1
+        if self.is_idle_after < 0:
+            assert self.loop is not None
+            self.loop.stop()
+
+
+class Bench:
+    """One loop with everything around it."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.mempool, self.pool = make_pool(NUM_BLOCKS)
+        self.engine = ScriptedEngine(self.mempool, self.pool)
+        self.channel = ScriptedChannel(self.clock)
+        shape = geometry("block_first", NUM_BLOCKS)
+        size = buffer_bytes(shape)
+        self.link = FakeLink(bytearray(size), shape, bytearray(size), shape)
+        self.transfers = Transfers(
+            self.mempool,
+            shape,
+            lambda peer: self.link,
+            InstanceId("P0"),
+            1,
+            self.clock,
+            self.channel.send,
+        )
+        self.loop = EngineLoop(
+            InstanceId("P0"),
+            1,
+            cast(Engine, self.engine),
+            self.mempool,
+            self.transfers,
+            self.channel,
+            heartbeat_interval_s=1.0,
+            clock=self.clock,
+        )
+        self.engine.loop = self.channel.loop = self.loop
+
+    def run(self, *commands: AnyCommand, idle_waits: int = 0) -> list[AnyEvent]:
+        """Serve these until the worker is idle, and has waited so often. Without heartbeats."""
+        self.channel.commands.extend(commands)
+        self.channel.is_idle_after = idle_waits
+        self.channel.events.clear()
+        self.loop._is_stopping = False
+        self.loop.run()
+        return [event for event in self.channel.events if not isinstance(event, Heartbeat)]
+
+    def audit(self) -> Audited:
+        audited = [e for e in self.run(Audit(epoch=1, audit_id=1)) if isinstance(e, Audited)]
+        assert len(audited) == 1
+        return audited[0]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def prefill(tokens: list[int], **changes: Any) -> Prefill:
+    fields: dict[str, Any] = {
+        "epoch": 1,
+        "request_id": ID,
+        "attempt": 1,
+        "request": request_bytes(20),
+        "prompt_token_ids": tokens,
+        "whole": False,
+        "hold": True,
+        "is_private": False,
+    }
+    return Prefill(**{**fields, **changes})
+
+
+def decode(tokens: list[int], **changes: Any) -> Decode:
+    fields: dict[str, Any] = {
+        "epoch": 1,
+        "request_id": ID,
+        "attempt": 1,
+        "request": request_bytes(3),
+        "known_tokens": 0,
+        "token_ids": tokens,
+        "num_generated": 1,
+        "hold": False,
+        "is_private": False,
+    }
+    return Decode(**{**fields, **changes})
+
+
+def allocate(tokens: list[int], **changes: Any) -> Allocate:
+    fields: dict[str, Any] = {
+        "epoch": 1,
+        "transfer_id": TransferId("t"),
+        "request_id": ID,
+        "known_tokens": 0,
+        "token_ids": tokens,
+        "cache_salt": None,
+        "is_private": False,
+        "deadline_s": 30.0,
+    }
+    return Allocate(**{**fields, **changes})
+
+
+def transmit(*block_ids: int) -> Transmit:
+    return Transmit(
+        epoch=1,
+        transfer_id=TransferId("t"),
+        request_id=ID,
+        peer=InstanceId("D0"),
+        first_block=0,
+        block_ids=list(block_ids),  # type: ignore[arg-type]
+    )
+
+
+JOINED = PeerJoined(
+    epoch=1,
+    peer=InstanceId("D0"),
+    peer_epoch=1,
+    geometry=geometry("block_first", NUM_BLOCKS),
+    addresses={},
+)
+
+
+def kinds(events: Sequence[AnyEvent]) -> list[type]:
+    return [type(event) for event in events]
+
+
+def only(events: Sequence[AnyEvent], kind: type) -> Any:
+    (event,) = [event for event in events if isinstance(event, kind)]
+    return event
+
+
+# ── the loop ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_prefill_is_told_in_order_and_held_until_forgotten(bench: Bench) -> None:
+    tokens = prompt(10)
+    events = bench.run(prefill(tokens, attempt=7))
+    assert kinds(events) == [Started, Tokens, Finished]
+    assert only(events, Started).attempt == 7
+    (output,) = only(events, Tokens).outputs
+    assert (output.request_id, output.attempt, output.finish_reason) == (ID, 7, "length")
+    assert only(events, Finished).held_tokens == 10
+    assert bench.audit().stats.active_blocks == 2  # the full ones; the third was never to be sent
+    bench.run(Abort(epoch=1, request_id=ID))
+    audited = bench.audit()
+    assert (audited.holders, audited.problems) == ([], [])
+
+
+@pytest.mark.parametrize("transmit_first", [True, False])
+def test_sent_follows_finished(bench: Bench, transmit_first: bool) -> None:
+    bench.run(JOINED)
+    commands = [prefill(prompt(8)), transmit(5, 6)]
+    if transmit_first:
+        events = bench.run(*commands)
+        assert kinds(events) == [Started, Tokens, Finished, Sent]
+    else:
+        events = [*bench.run(commands[0]), *bench.run(commands[1])]
+        assert kinds(events) == [Started, Tokens, Finished, Sent]
+    assert only(events, Sent).num_blocks == 2
+    assert bench.audit().stats.active_blocks == 0
+
+
+def test_abort_fails_the_transmit_that_waits(bench: Bench) -> None:
+    bench.run(JOINED)
+    events = bench.run(
+        prefill(prompt(8)), transmit(5, 6), Abort(epoch=1, request_id=ID), transmit(5, 6)
+    )
+    assert kinds(events) == [TransmitFailed, TransmitFailed]  # also the one that came too late
+    assert bench.audit().holders == []
+
+
+def test_several_requests_share_one_message_per_step(bench: Bench) -> None:
+    names = [RequestId(f"r{i}") for i in range(3)]
+    events = bench.run(*(prefill(prompt(6, seed=i), request_id=n) for i, n in enumerate(names)))
+    assert [o.request_id for o in only(events, Tokens).outputs] == names
+    assert kinds(events) == [Started] * 3 + [Tokens] + [Finished] * 3
+
+
+def test_attempts_do_not_meet_in_the_engine(bench: Bench) -> None:
+    bench.run(prefill(prompt(6), attempt=1), prefill(prompt(6), attempt=2))
+    assert [request.request_id for request in bench.engine.added] == ["r/1", "r/2"]
+    bench.run(Abort(epoch=1, request_id=ID))
+    assert bench.audit().holders == []
+
+
+def test_known_tokens_are_not_sent_again(bench: Bench) -> None:
+    tokens = prompt(9)
+    events = bench.run(allocate(tokens))
+    assert len(only(events, Allocated).block_ids) == 2
+    size = 2 * geometry().block_bytes
+    commit = Commit(epoch=1, transfer_id=TransferId("t"), size_bytes=size, pin=True)
+    events = bench.run(commit, decode([77], known_tokens=9))
+    assert only(events, Inserted).num_tokens == 8
+    assert bench.engine.added[0].prompt_token_ids == [*tokens, 77]
+    assert only(events, Started).cached_tokens == 8
+    assert len([e for e in events if isinstance(e, Tokens)]) == 2  # of 3 tokens, P made one
+    bench.run(Abort(epoch=1, request_id=ID))
+    assert bench.audit().holders == []
+
+
+def test_unknown_tokens_are_a_refusal_and_the_loop_lives_on(bench: Bench) -> None:
+    events = bench.run(allocate([], known_tokens=4), decode([1], known_tokens=4))
+    assert "4 tokens are said to be known here, 0 are" in events[0].reason  # type: ignore[union-attr]
+    assert isinstance(events[1], Rejected)
+    assert bench.audit().holders == []
+
+
+@pytest.mark.parametrize("error", [ValueError("no such adapter"), AssertionError(), KeyError("x")])
+def test_request_that_breaks_on_its_way_in_is_rejected(bench: Bench, error: Exception) -> None:
+    bench.engine.breaks_on_add = error
+    rejected = only(bench.run(prefill(prompt(6), attempt=3)), Rejected)
+    assert rejected.attempt == 3
+    assert rejected.message in (str(error), type(error).__name__)
+    bench.engine.breaks_on_add = None
+    events = bench.run(Abort(epoch=1, request_id=ID), prefill(prompt(6), attempt=4))
+    assert Finished in kinds(events)
+
+
+def test_decode_of_a_running_request_is_rejected_and_does_not_touch_it(bench: Bench) -> None:
+    events = bench.run(decode(prompt(6), attempt=1), decode(prompt(6), attempt=2))
+    assert only(events, Rejected).attempt == 2
+    assert only(events, Finished).attempt == 1
+
+
+def test_private_kv_is_no_history(bench: Bench) -> None:
+    events = bench.run(prefill(prompt(12), is_private=True))
+    assert only(events, Finished).held_tokens == 12
+    stats = bench.audit().stats
+    assert (stats.active_blocks, stats.historical_blocks) == (3, 0)  # pinned, and not indexed
+    assert bench.engine.added[0].cache_salt == namespace(ID, None)
+    bench.run(Abort(epoch=1, request_id=ID))
+    stats = bench.audit().stats
+    assert stats.free_blocks == stats.total_blocks
+
+
+def test_abort_with_hold_ends_a_running_request_as_if_it_had_finished(bench: Bench) -> None:
+    tokens = prompt(9)
+    bench.channel.commands.extend([decode(tokens, request=request_bytes(30), num_generated=0)])
+    bench.channel.is_idle_after = 0
+    steps = 0
+    step = bench.engine.step
+
+    def step_and_stop() -> tuple[EngineCoreOutputs | None, bool]:
+        nonlocal steps
+        steps += 1
+        if steps == 5:
+            bench.channel.commands.append(Abort(epoch=1, request_id=ID, hold=True))
+        return step()
+
+    bench.engine.step = step_and_stop  # type: ignore[method-assign]
+    bench.loop.run()
+    finished = only(bench.channel.events, Finished)
+    assert finished.held_tokens == 9 + 5 - 1
+    again = only(bench.run(Abort(epoch=1, request_id=ID, hold=True)), Finished)
+    assert again == finished
+    bench.run(Abort(epoch=1, request_id=ID))
+    assert bench.audit().holders == []
+
+
+def test_abort_with_hold_is_answered_whatever_is_known(bench: Bench) -> None:
+    assert only(bench.run(Abort(epoch=1, request_id=ID, hold=True)), Finished).held_tokens == 0
+    bench.run(allocate(prompt(5)))
+    assert only(bench.run(Abort(epoch=1, request_id=ID, hold=True)), Finished).held_tokens == 0
+
+
+def test_commands_of_another_epoch_are_ignored(bench: Bench) -> None:
+    assert bench.run(prefill(prompt(6), epoch=2), Stop(epoch=2), Stop(epoch=0)) == []
+    assert bench.audit().holders == []
+
+
+def test_stop_leaves_later_commands_alone(bench: Bench) -> None:
+    assert bench.run(Stop(epoch=1), prefill(prompt(6))) == []
+    assert len(bench.channel.commands) == 1
+
+
+def test_starving_engine_gets_the_soft_pins_and_does_not_spin(bench: Bench) -> None:
+    half = NUM_BLOCKS // 2 * BLOCK_SIZE
+    size = NUM_BLOCKS // 2 * geometry().block_bytes
+    commit = Commit(epoch=1, transfer_id=TransferId("t"), size_bytes=size, pin=True)
+    bench.run(allocate(prompt(half)), commit)
+    big = prefill(prompt(60, seed=1), request_id=RequestId("big"))
+    events = bench.run(big)
+    assert Finished in kinds(events)
+    # Held for a transmit, though, blocks stay: the engine waits without using the processor.
+    bench.channel.waits.clear()
+    events = bench.run(prefill(prompt(60, seed=2), request_id=RequestId("too much")), idle_waits=9)
+    assert events == []
+    assert bench.channel.waits[-5:] == [0.005] * 5
+    bench.run(Abort(epoch=1, request_id=RequestId("big")), Abort(epoch=1, request_id=ID))
+    bench.run(Abort(epoch=1, request_id=RequestId("too much")))
+    assert bench.audit().holders == []
+
+
+def test_idle_worker_wakes_for_heartbeats_and_deadlines_only(bench: Bench) -> None:
+    bench.run(idle_waits=5)
+    assert bench.channel.waits[-5:] == [1.0] * 5
+    bench.channel.waits.clear()
+    events = bench.run(allocate(prompt(8), deadline_s=2.5), idle_waits=4)
+    assert kinds(events) == [Allocated, Expired]
+    assert pytest.approx(0.5) in bench.channel.waits  # what is left of 2.5 after two heartbeats
+    assert bench.audit().stats.quarantined_blocks == 2
+
+
+def test_heartbeat_follows_when_the_engine_falls_idle(bench: Bench) -> None:
+    bench.run()
+    before = bench.clock.now_s
+    bench.run(prefill(prompt(6)))
+    assert isinstance(bench.channel.events[3], Heartbeat), kinds(bench.channel.events)
+    assert bench.channel.events[3].stats.running_requests == 0
+    assert bench.clock.now_s - before <= 1.0
+    stats = bench.channel.events[3].stats
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (6, 0)
+
+
+def test_engine_that_breaks_ends_the_loop(bench: Bench) -> None:
+    def broken() -> tuple[EngineCoreOutputs | None, bool]:
+        raise RuntimeError("device lost")
+
+    bench.engine.step = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="device lost"):
+        bench.run(prefill(prompt(6)))
+
+
+# ── what the engine is asked to run ───────────────────────────────────────────────────────────
+
+
+def front_end_request(**params: Any) -> EngineCoreRequest:
+    """As it arrives: through vLLM's codec, which runs the parameters' own checks again."""
+    return EngineCodec().decode_request(request_bytes(**{"max_tokens": 20, **params}))
+
+
+def params_of(request: EngineCoreRequest) -> SamplingParams:
+    assert request.sampling_params is not None
+    return request.sampling_params
+
+
+def test_prefill_samples_one_token_whatever_the_client_asked() -> None:
+    """39: limits of the client do not reach P."""
+    request = front_end_request(
+        min_tokens=5, logprobs=2, prompt_logprobs=1, stop_token_ids=[9], logit_bias={3: 1.0}
+    )
+    params = params_of(prefill_request(request, prefill([1, 2]), "r/1", "salt"))
+    assert (params.max_tokens, params.min_tokens, params.n) == (1, 0, 1)
+    assert (params.logprobs, params.prompt_logprobs) == (2, 1)  # 37, 38: they come from P
+    assert params.skip_reading_prefix_cache
+    assert params.stop_token_ids == [9]  # 41: a stop token as the very first token
+    assert params.logit_bias == {3: 1.0}
+    assert (request.request_id, request.cache_salt) == ("r/1", "salt")
+    assert request.prompt_token_ids == [1, 2]
+
+
+def test_prefill_whose_token_is_dropped_has_no_grammar() -> None:
+    grammar = StructuredOutputsParams(json={"type": "object"})
+    request = front_end_request(structured_outputs=grammar, logprobs=2, prompt_logprobs=0)
+    params = params_of(prefill_request(request, prefill([1], resample=True), "r/1", None))
+    assert params.structured_outputs is None
+    assert params.logprobs is None
+    assert params.prompt_logprobs == 0
+
+
+def test_whole_request_keeps_its_limits_less_what_was_generated() -> None:
+    command = prefill([1, 2, 3], whole=True, num_generated=2)
+    request = front_end_request(min_tokens=3, prompt_logprobs=1)
+    params = params_of(prefill_request(request, command, "r/2", None))
+    assert (params.max_tokens, params.min_tokens) == (18, 1)
+    assert params.prompt_logprobs is None  # the client has them from the first attempt
+    assert not params.skip_reading_prefix_cache
+
+    request = front_end_request(min_tokens=3, prompt_logprobs=1)
+    params = params_of(prefill_request(request, prefill([1], whole=True), "r/1", None))
+    assert (params.max_tokens, params.min_tokens, params.prompt_logprobs) == (20, 3, 1)
+
+
+def test_decode_reads_the_cache_and_counts_what_was_generated() -> None:
+    request = front_end_request(min_tokens=2, prompt_logprobs=1, logprobs=4)
+    params = params_of(decode_request(request, decode([], num_generated=3), [1, 2], "r/1", None))
+    assert (params.max_tokens, params.min_tokens) == (17, 0)
+    assert params.prompt_logprobs is None
+    assert params.skip_reading_prefix_cache is False
+    assert params.logprobs == 4
+
+
+def test_client_cannot_speak_to_vllm_s_own_transfers() -> None:
+    extra = {"kv_transfer_params": {"do_remote_prefill": True}, "mine": 1}
+    request = front_end_request(extra_args=extra)
+    params = params_of(prefill_request(request, prefill([1]), "r/1", None))
+    assert params.extra_args == {"mine": 1}
+
+
+@pytest.mark.parametrize("num_generated", [20, 21])
+def test_nothing_left_to_generate_is_an_error(num_generated: int) -> None:
+    with pytest.raises(RequestError, match="of 20 allowed"):
+        decode_request(
+            front_end_request(), decode([], num_generated=num_generated), [1], "r/1", None
+        )
+
+
+def test_request_that_generates_nothing_is_an_error() -> None:
+    request = front_end_request()
+    request.sampling_params = None
+    with pytest.raises(RequestError, match="generates nothing"):
+        prefill_request(request, prefill([1]), "r/1", None)
+
+
+@pytest.mark.parametrize(
+    ("computed", "in_flight", "complete"),
+    [(0, 0, 0), (9, 0, 9), (10, 1, 9), (10, 0, 9), (7, 7, 0), (0, 4, 0)],
+)
+def test_kv_of_steps_in_flight_is_not_complete(
+    computed: int, in_flight: int, complete: int
+) -> None:
+    request = make_hasher()(prompt(8), None)
+    request.append_output_token_ids([1, 2])
+    request.num_computed_tokens = computed
+    request.num_in_flight_tokens = in_flight
+    assert complete_tokens(request) == complete
