@@ -243,6 +243,7 @@ class ClusterManager:
             case LinkReady():
                 self._on_link_ready(instance, event)
             case Audited():
+                instance.stats = event.stats
                 waiter = self._audits.pop((event.audit_id, seat.instance), None)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(event)

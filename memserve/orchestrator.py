@@ -237,7 +237,11 @@ class Orchestrator:
                 loading.cancel()
 
     def _load_front_end(self, model: str) -> Frontend:
-        set_engine_environment(os.environ, num_threads=1, log_level=self._config.server.log_level)
+        # What vLLM says while it is imported is about engines; this process has none.
+        wants_all = self._config.server.log_level == "debug"
+        level = "debug" if wants_all else "error"
+        set_engine_environment(os.environ, num_threads=1, log_level=level)
+        logging.getLogger("vllm").setLevel(level.upper())
         from memserve.frontend.openai import build_frontend  # imports vllm: seconds
 
         return build_frontend(

@@ -29,7 +29,7 @@ AT_ONCE = 8
 MAX_MODEL_LEN = 512
 SETTINGS = {
     "engine.max_model_len": MAX_MODEL_LEN,
-    "mempool.hbm_mb": 40,  # 28 blocks of 32 float32 tokens: three conversations of eight
+    "mempool.hbm_mb": 36,  # 25 blocks of 32 float32 tokens: three conversations of eight
     "scheduler.timeline_requests": 1000,
 }
 DISCONNECT = 0.15

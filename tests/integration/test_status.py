@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from memserve.status import Snapshot
-from tests.integration.api_client import Client
+from tests.integration.api_client import Client, until_async
 from tests.integration.cluster_harness import BLOCK, Cluster, running
 from tests.integration.texts import Texts
 
@@ -79,12 +79,17 @@ async def test_under_load(cluster: Cluster, texts: Texts) -> None:
 
 
 async def test_idle_status_equals_the_audit(cluster: Cluster, texts: Texts) -> None:
+    """Within a few heartbeats: the status is what the instances said last."""
     async with Client(cluster) as client:
         await client.complete(texts.tokens(100, random.Random(32)), 8)
-        snapshot = await client.until_idle()
-    _check_sums(snapshot)
-    audited = {report.instance: report.stats for report in snapshot.audit}
-    assert {instance.id: instance.stats for instance in snapshot.instances} == audited
+        audited = {report.instance: report.stats for report in (await client.until_idle()).audit}
+
+        async def is_equal() -> bool:
+            snapshot = await client.status()
+            _check_sums(snapshot)
+            return {instance.id: instance.stats for instance in snapshot.instances} == audited
+
+        await until_async(is_equal, f"the status says {audited}", 5)
 
 
 async def test_links_count_what_was_sent(cluster: Cluster, texts: Texts) -> None:
