@@ -419,7 +419,7 @@ class RequestLifecycle:
         if self.is_client_done:
             return []
         self.is_client_done = True
-        return [Note("cancelled"), *self._release_all()]
+        return self._release_all()
 
     def _on_stop_seen(self) -> list[Action]:
         if self.is_client_done:
