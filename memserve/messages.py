@@ -278,7 +278,10 @@ class Finished(Event, frozen=True, tag=True):
 
 
 class Rejected(Event, frozen=True, tag=True):
-    """The engine could not take the request (a fault, or a request the front end let through)."""
+    """The engine could not take the request (a fault, or a request the front end let through).
+
+    What was known and pinned of it here stays until `Abort`.
+    """
 
     request_id: RequestId
     attempt: int
@@ -296,7 +299,7 @@ class Allocated(Event, frozen=True, tag=True):
 
 
 class Refused(Event, frozen=True, tag=True):
-    """No room for the reservation; nothing is held."""
+    """No room for the reservation; no block is held. The tokens stay known until `Abort`."""
 
     transfer_id: TransferId
     reason: str

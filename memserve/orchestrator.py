@@ -32,7 +32,7 @@ from memserve.cluster import ClusterManager, ClusterSettings
 from memserve.config import Config, caching_in_force, engine_settings, mode_in_force
 from memserve.core.lifecycle import Seat
 from memserve.core.timeline import RequestTimeline
-from memserve.errors import MemServeError, StartError
+from memserve.errors import ConfigError, MemServeError, StartError
 from memserve.frontend.app import build_app, make_runner
 from memserve.messages import AnyEvent, Audited, Heartbeat, LinkReady, Ready, StartFailed
 from memserve.models import resolve_model
@@ -54,7 +54,7 @@ _TICK_S = 0.5
 
 
 def run(config: Config, progress: Progress, *, show_live_view: bool = False) -> int:
-    """Serve until a signal ends it; the process's exit code.
+    """Serve until a signal ends it; the exit code: 0, 1 for what failed, 2 for a user's mistake.
 
     Errors that a user can mend are shown as one line, through `progress`.
     """
@@ -71,7 +71,7 @@ def run(config: Config, progress: Progress, *, show_live_view: bool = False) -> 
     except* MemServeError as errors:
         for error in _leaves(errors):
             progress.failed(str(error))
-        exit_code = 1
+            exit_code = max(exit_code, 2 if isinstance(error, ConfigError) else 1)
     return exit_code
 
 

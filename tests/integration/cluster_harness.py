@@ -231,7 +231,8 @@ class Cluster:
         """Nothing is left of it. Raises: AssertionError naming what is."""
         with contextlib.suppress(TimeoutError):
             until(lambda: not self.leftovers(), "nothing is left", deadline_s)
-        assert self.leftovers() == []
+        left = self.leftovers()
+        assert not left, left
 
     @property
     def run_dirs(self) -> set[Path]:

@@ -38,7 +38,7 @@ def _up(*words: str, mode: str = "1P1D-CC", deadline_s: float = 60.0) -> tuple[i
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--mode", "3X"], ["cluster.mode", "3X", "1P2D"]),
+        (["--mode", "3X"], ["cluster.mode", "3X", "<n>P<m>D"]),
         (["--mode", "0P1D"], ["cluster.mode", "0P1D"]),
         (["--caching", "some"], ["cluster.caching", "some", "none, prefill, decode, full"]),
         (["--model", "no-such-model"], ["models.model", "no-such-model", MODEL]),
