@@ -12,7 +12,6 @@ while the workers start.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -228,13 +227,10 @@ class Orchestrator:
 
     async def _start(self, model: str) -> None:
         """Workers and front end at the same time; each takes seconds of imports."""
-        loading = asyncio.create_task(asyncio.to_thread(self._load_front_end, model))
-        try:
-            await self._cluster.start()
-            self._front_end = await loading
-        finally:
-            if not loading.done():
-                loading.cancel()
+        async with asyncio.TaskGroup() as tasks:  # the first error ends the other one's wait
+            loading = tasks.create_task(asyncio.to_thread(self._load_front_end, model))
+            tasks.create_task(self._cluster.start())
+        self._front_end = loading.result()
 
     def _load_front_end(self, model: str) -> Frontend:
         # What vLLM says while it is imported is about engines; this process has none.
@@ -272,10 +268,9 @@ class Orchestrator:
                 working.result()
             return working.done()
         finally:
-            for task in (working, stopped):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, MemServeError):
-                    await task
+            working.cancel()
+            stopped.cancel()
+            await asyncio.gather(working, stopped, return_exceptions=True)
 
     async def _drain(self) -> None:
         """Let running requests end, up to the deadline or a second signal; then abort them."""

@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from memserve.errors import MemServeError
@@ -43,6 +44,9 @@ _PARENT_GRACE_S = 0.2
 """A dying process closes its sockets a moment before it is gone."""
 
 _ENGINE_MODULES = (
+    "torch",
+    "transformers",
+    "vllm.config",
     "memserve.workers.main",
     "memserve.workers.connector",
     "vllm.v1.executor.uniproc_executor",
@@ -53,9 +57,13 @@ _ENGINE_MODULES = (
 _CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
 
 
-def import_engine() -> None:
-    """Import what every worker needs. Raises: StartError for an unsupported vLLM."""
+def import_engine(check: Callable[[], None]) -> None:
+    """Import what every worker needs, with a `check` between any two parts, which take seconds.
+
+    Raises: StartError for an unsupported vLLM.
+    """
     for name in _ENGINE_MODULES:
+        check()
         importlib.import_module(name)
     compat = importlib.import_module("memserve.workers.compat")
     compat.check_version()
@@ -78,15 +86,23 @@ class Zygote:
         """Until the orchestrator closes its end, or SIGTERM."""
         self._catch_signals()
         started_at = time.monotonic()
-        import_engine()
-        gc.collect()
-        gc.freeze()  # the workers share these pages as long as nobody writes to them
         try:
+            import_engine(self._require_parent)
+            gc.collect()
+            gc.freeze()  # the workers share these pages as long as nobody writes to them
             send_frame(self._sock, Imported(time.monotonic() - started_at))
             self._serve_requests()
         except (EOFError, OSError):  # the orchestrator is gone
             pass
         self._end()
+
+    def _require_parent(self) -> None:
+        if self._is_orphan(0):
+            raise EOFError("the orchestrator is gone")
+
+    def _is_orphan(self, wait_s: float) -> bool:
+        ready, _, _ = select.select([self._parent], [], [], wait_s)
+        return bool(ready)
 
     def _catch_signals(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -152,8 +168,7 @@ class Zygote:
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still the child's
         for pid in self._children:
             os.waitpid(pid, 0)
-        is_orphan, _, _ = select.select([self._parent], [], [], _PARENT_GRACE_S)
-        if is_orphan:
+        if self._is_orphan(_PARENT_GRACE_S):
             shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
