@@ -44,7 +44,7 @@ _PARENT_GRACE_S = 0.2
 """A dying process closes its sockets a moment before it is gone."""
 
 _ENGINE_MODULES = (
-    "torch",
+    "vllm",
     "transformers",
     "vllm.config",
     "memserve.workers.main",
