@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -33,7 +34,7 @@ class Zygote:
         with theirs, self._log_path.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: ASYNC220 -- returns at once
                 [sys.executable, "-m", "memserve.workers.zygote", "--fd", str(theirs.fileno())]
-                + ["--run-dir", str(self._run_dir)],
+                + ["--run-dir", str(self._run_dir), "--parent", str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
 """The zygote: imports torch and vllm once, then forks a worker whenever it is asked to.
 
-    python -m memserve.workers.zygote --fd N --run-dir DIR
+    python -m memserve.workers.zygote --fd N --run-dir DIR --parent PID
 
 Collaborators: `cluster.py` holds the other end of the socket pair `N` (messages in `spec.py`);
 `main.py` is what a fork becomes. The zygote has one thread and never initialises a device, for
@@ -75,9 +75,10 @@ def import_engine(check: Callable[[], None]) -> None:
 class Zygote:
     """Forks workers, and reports and reaps them. Owns the socket and the processes."""
 
-    def __init__(self, sock: socket.socket, run_dir: str) -> None:
+    def __init__(self, sock: socket.socket, run_dir: str, parent_pid: int) -> None:
         self._sock = sock
         self._run_dir = run_dir
+        self._parent_pid = parent_pid
         self._parent = os.pidfd_open(os.getppid())
         self._children: dict[int, tuple[InstanceId, int]] = {}
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -101,6 +102,8 @@ class Zygote:
             raise EOFError("the orchestrator is gone")
 
     def _is_orphan(self, wait_s: float) -> bool:
+        if os.getppid() != self._parent_pid:  # it may have died before this process looked
+            return True
         ready, _, _ = select.select([self._parent], [], [], wait_s)
         return bool(ready)
 
@@ -184,13 +187,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="memserve.workers.zygote")
     parser.add_argument("--fd", type=int, required=True, help="of the socket pair")
     parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--parent", type=int, required=True, help="pid of the orchestrator")
     arguments = parser.parse_args()
     sock = socket.socket(fileno=arguments.fd)
     sock.set_inheritable(False)
     log_level = os.environ.get("VLLM_LOGGING_LEVEL", "info")
     set_engine_environment(os.environ, num_threads=1, log_level=log_level)
     try:
-        Zygote(sock, arguments.run_dir).serve()
+        Zygote(sock, arguments.run_dir, arguments.parent).serve()
     except MemServeError as error:
         sys.exit(f"memserve: error: {error}")
     sys.stdout.flush()

@@ -106,7 +106,8 @@ class Rig:
         with theirs, (self.run_dir / "zygote.log").open("wb") as log:
             command = [sys.executable, "-m", "memserve.workers.zygote", "--fd"]
             self.zygote = subprocess.Popen(
-                [*command, str(theirs.fileno()), "--run-dir", str(self.run_dir)],
+                [*command, str(theirs.fileno()), "--run-dir", str(self.run_dir)]
+                + ["--parent", str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
                 stdin=subprocess.DEVNULL,
