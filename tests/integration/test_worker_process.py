@@ -554,7 +554,8 @@ run_dir, fd = sys.argv[1], int(sys.argv[2])
 ours, theirs = socket.socketpair()
 zygote = subprocess.Popen(
     [sys.executable, "-m", "memserve.workers.zygote", "--fd", str(theirs.fileno()),
-     "--run-dir", run_dir, "--parent", str(os.getpid())], pass_fds=[theirs.fileno()], process_group=0)
+     "--run-dir", run_dir, "--parent", str(os.getpid())],
+    pass_fds=[theirs.fileno()], process_group=0)
 theirs.close()
 for name in ("P0", "D0"):
     send_frame(ours, Fork(WorkerSpec(
