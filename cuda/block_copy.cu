@@ -1,15 +1,9 @@
-// Kernels and copy-engine calls behind block_copy.h.
-//
-// All work is cut into tiles: a few whole rows, or a part of one long row. A bounded number of CTAs,
-// at most one per multiprocessor, takes the tiles in turn, so that a copy leaves the rest of the GPU
-// to a decode step that runs beside it. Block ids and layer offsets travel as kernel parameters:
-// nothing is uploaded before a launch and nothing has to be kept alive after it.
-//
-// Two kernels move tiles. The vector kernel passes them through registers and copes with anything.
-// The bulk kernel (Hopper) lets the SM's copy unit bring them into shared memory and out again: one
-// warp keeps a ring of stages full, which needs fewer multiprocessors for the same bandwidth.
+// The host side of block_copy.h: turns a copy into launches of block_copy_kernels.cuh, or into calls
+// of the copy engines.
 
 #include "block_copy.h"
+
+#include "block_copy_kernels.cuh"
 
 #include <cuda_runtime.h>
 
@@ -19,260 +13,7 @@
 
 namespace {
 
-constexpr int kMaxLayers = 128;      // per launch; deeper models take several
-constexpr int kUnrollBlocks = 256;      // per launch, where that is enough: 4 KiB of parameters
-constexpr int kManyBlocks = 3072;    // per launch: 26 KiB of parameters, of 32,764 bytes allowed
-constexpr int kVectorThreads = 1024;
-constexpr int kUnroll = 4;           // independent 16-byte loads in flight in each thread
-constexpr int kVectorTile = kVectorThreads * kUnroll * 16;
-constexpr int kBulkTile = 16 << 10;
-#ifdef MEMSERVE_BULK_STAGES
-constexpr int kBulkStages = MEMSERVE_BULK_STAGES;
-#else
-constexpr int kBulkStages = 8;
-#endif
-constexpr int kMinBulkRow = 512; // shorter ones are too many for one warp to issue
-constexpr int kWarp = 32;
-
-// What one launch copies, after rows and layers that touch each other have been merged.
-template <int kBlocks>
-struct Job {
-    const char *source;
-    char *target;
-    int64_t source_block_stride, target_block_stride;
-    int64_t source_row_stride, target_row_stride;
-    int64_t row_bytes;
-    int num_rows, num_layers, num_tiles;
-    int tile_width;      // bytes of a row in a tile
-    int rows_per_tile;   // one, if a row takes several tiles
-    int tiles_per_row;   // one, if a tile takes several rows
-    int tiles_per_layer; // of one block
-    int64_t source_layers[kMaxLayers], target_layers[kMaxLayers];
-    int32_t source_ids[kBlocks], target_ids[kBlocks];
-};
-
-struct Tile {
-    const char *source;
-    char *target;
-    int rows, width;
-};
-
-template <int kBlocks>
-__device__ Tile locate(const Job<kBlocks> &job, int index) {
-    const int page = index / job.tiles_per_layer;
-    const int tile = index - page * job.tiles_per_layer;
-    const int block = page / job.num_layers;
-    const int layer = page - block * job.num_layers;
-    const int row = tile / job.tiles_per_row * job.rows_per_tile;
-    const int64_t column = static_cast<int64_t>(tile % job.tiles_per_row) * job.tile_width;
-    return {
-        job.source + job.source_layers[layer] + job.source_ids[block] * job.source_block_stride +
-            row * job.source_row_stride + column,
-        job.target + job.target_layers[layer] + job.target_ids[block] * job.target_block_stride +
-            row * job.target_row_stride + column,
-        min(job.rows_per_tile, job.num_rows - row),
-        static_cast<int>(min(static_cast<int64_t>(job.tile_width), job.row_bytes - column)),
-    };
-}
-
-// ---------------------------------------------------------------- vector kernel
-
-// Where the `index`-th vector of a tile starts, on both sides.
-template <typename Vector>
-struct Cursor {
-    int64_t source_row_stride, target_row_stride;
-    unsigned per_row;    // vectors
-    unsigned reciprocal; // ceil(2^32 / per_row): exact, since a tile has at most 2^16 vectors
-
-    __device__ void at(unsigned index, int64_t &source, int64_t &target) const {
-        const unsigned row = per_row == 1 ? index : __umulhi(index, reciprocal);
-        const int64_t column = (index - row * per_row) * static_cast<unsigned>(sizeof(Vector));
-        source = row * source_row_stride + column;
-        target = row * target_row_stride + column;
-    }
-};
-
-// Loads and stores below are marked as streaming: the data is not needed again, the L2's content is.
-
-template <typename Vector>
-__device__ void copy_row(const Tile &tile) {
-    const auto *source = reinterpret_cast<const Vector *>(tile.source);
-    auto *target = reinterpret_cast<Vector *>(tile.target);
-    const int count = tile.width / static_cast<int>(sizeof(Vector));
-    for (int first = threadIdx.x; first < count; first += kUnroll * kVectorThreads) {
-        Vector values[kUnroll];
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i)
-            if (first + i * kVectorThreads < count)
-                values[i] = __ldcs(source + first + i * kVectorThreads);
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i)
-            if (first + i * kVectorThreads < count)
-                __stcs(target + first + i * kVectorThreads, values[i]);
-    }
-}
-
-template <typename Vector>
-__device__ void copy_rows(const Tile &tile, const Cursor<Vector> &cursor) {
-    const unsigned count = tile.rows * cursor.per_row;
-    for (unsigned first = threadIdx.x; first < count; first += kUnroll * kVectorThreads) {
-        Vector values[kUnroll];
-        int64_t targets[kUnroll];
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i) {
-            const unsigned index = first + i * kVectorThreads;
-            int64_t source;
-            cursor.at(index, source, targets[i]);
-            if (index < count) values[i] = __ldcs(reinterpret_cast<const Vector *>(tile.source + source));
-        }
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i)
-            if (first + i * kVectorThreads < count)
-                __stcs(reinterpret_cast<Vector *>(tile.target + targets[i]), values[i]);
-    }
-}
-
-// The bytes of each row that do not fill a vector.
-template <typename Vector, int kBlocks>
-__device__ void copy_tails(const Job<kBlocks> &job, const Tile &tile) {
-    const int body = tile.width / static_cast<int>(sizeof(Vector)) * static_cast<int>(sizeof(Vector));
-    const int tail = tile.width - body;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < tile.rows * tail; i += kVectorThreads) {
-        const int64_t row = i / tail;
-        const int column = body + i % tail;
-        tile.target[row * job.target_row_stride + column] =
-            tile.source[row * job.source_row_stride + column];
-    }
-}
-
-template <typename Vector, int kBlocks>
-__global__ void __launch_bounds__(kVectorThreads)
-    copy_by_vectors(const __grid_constant__ Job<kBlocks> job) {
-    const unsigned per_row = job.tile_width / static_cast<unsigned>(sizeof(Vector));
-    const unsigned reciprocal = per_row > 1 ? 0xFFFFFFFFu / per_row + 1 : 0;
-    const Cursor<Vector> cursor{job.source_row_stride, job.target_row_stride, per_row, reciprocal};
-    for (int index = blockIdx.x; index < job.num_tiles; index += gridDim.x) {
-        const Tile tile = locate(job, index);
-        if (tile.rows == 1)
-            copy_row<Vector>(tile);
-        else
-            copy_rows(tile, cursor);
-        if (tile.width % sizeof(Vector)) copy_tails<Vector>(job, tile);
-    }
-}
-
-// ---------------------------------------------------------------- bulk kernel
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-
-__device__ unsigned shared_address(const void *pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ void barrier_init(uint64_t *barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ void barrier_expect(uint64_t *barrier, int size) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     shared_address(barrier)),
-                 "r"(size)
-                 : "memory");
-}
-
-__device__ void barrier_wait(uint64_t *barrier, unsigned phase) {
-    unsigned done = 0;
-    while (!done)
-        asm volatile(
-            "{\n .reg .pred p;\n"
-            " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            " selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(shared_address(barrier)), "r"(phase)
-            : "memory");
-}
-
-__device__ void bulk_load(char *shared, const char *source, int size, uint64_t *barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            shared_address(shared)),
-        "l"(__cvta_generic_to_global(source)), "r"(size), "r"(shared_address(barrier))
-        : "memory");
-}
-
-__device__ void bulk_store(char *target, const char *shared, int size) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
-                     __cvta_generic_to_global(target)),
-                 "r"(shared_address(shared)), "r"(size)
-                 : "memory");
-}
-
-__device__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Until at most `kPending` of this thread's groups still read shared memory.
-template <int kPending>
-__device__ void bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
-__device__ void bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-#endif
-
-// One warp per CTA; each lane moves every 32nd row of a tile.
-//
-//     tile      k                    k + kStages - kLag
-//     stage     store, commit        load, once the store of the stage before it was read out
-template <int kStages, int kBlocks>
-__global__ void __launch_bounds__(kWarp, 1) copy_by_bulk(const __grid_constant__ Job<kBlocks> job) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    constexpr int kLag = kStages / 2; // stores that may be in flight while stages are refilled
-    extern __shared__ __align__(128) char ring[];
-    __shared__ uint64_t full[kStages];
-    const int lane = threadIdx.x;
-    const int count = (job.num_tiles - static_cast<int>(blockIdx.x) - 1) / static_cast<int>(gridDim.x) + 1;
-
-    if (lane == 0) {
-        for (int stage = 0; stage < kStages; ++stage) barrier_init(&full[stage]);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncwarp();
-
-    auto fill = [&](int k) {
-        const Tile tile = locate(job, blockIdx.x + k * gridDim.x);
-        char *stage = ring + k % kStages * kBulkTile;
-        uint64_t *barrier = &full[k % kStages];
-        if (lane == 0) barrier_expect(barrier, tile.rows * tile.width);
-        __syncwarp();
-        for (int row = lane; row < tile.rows; row += kWarp)
-            bulk_load(stage + row * tile.width, tile.source + row * job.source_row_stride, tile.width,
-                      barrier);
-    };
-    auto drain = [&](int k) {
-        const Tile tile = locate(job, blockIdx.x + k * gridDim.x);
-        const char *stage = ring + k % kStages * kBulkTile;
-        barrier_wait(&full[k % kStages], k / kStages & 1);
-        for (int row = lane; row < tile.rows; row += kWarp)
-            bulk_store(tile.target + row * job.target_row_stride, stage + row * tile.width, tile.width);
-        bulk_commit();
-    };
-
-    for (int k = 0; k < min(kStages, count); ++k) fill(k);
-    for (int k = 0; k < count; ++k) {
-        drain(k);
-        const int next = k - kLag + kStages;
-        if (k >= kLag && next < count) {
-            bulk_wait_read<kLag>();
-            __syncwarp();
-            fill(next);
-        }
-    }
-    bulk_wait_written(); // shared memory must outlive the reads, and the kernel's end must mean written
-#endif
-}
-
-// ---------------------------------------------------------------- host side
+constexpr int kMinBulkRow = 512; // shorter rows are too many for one warp to issue
 
 bool layers_touch(const MemserveSide &side, int num_layers, int64_t row_bytes) {
     for (int layer = 1; layer < num_layers; ++layer)
@@ -307,9 +48,19 @@ int alignment(const MemserveCopy &copy) {
     return static_cast<int>(bits & -bits);
 }
 
-// All of `job` but what differs between the launches of one copy.
+Divisor make_divisor(int64_t divisor) {
+    if (divisor == 1) return {1, 0, 0};
+    unsigned bits = 0;
+    while (int64_t{1} << bits < divisor) ++bits;
+    const uint64_t multiplier = ((uint64_t{1} << (31 + bits)) + divisor - 1) / divisor;
+    return {static_cast<unsigned>(divisor), static_cast<unsigned>(multiplier), bits - 1};
+}
+
+int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+// All of `job` but what differs between the launches of one copy. False if its numbers do not fit.
 template <int kBlocks>
-void describe(const MemserveCopy &copy, int tile_bytes, Job<kBlocks> &job) {
+bool describe(const MemserveCopy &copy, int tile_bytes, int vector_bytes, Job<kBlocks> &job) {
     job.source = reinterpret_cast<const char *>(copy.source.base);
     job.target = reinterpret_cast<char *>(copy.target.base);
     job.source_block_stride = copy.source.block_stride;
@@ -317,62 +68,62 @@ void describe(const MemserveCopy &copy, int tile_bytes, Job<kBlocks> &job) {
     job.source_row_stride = copy.source.row_stride;
     job.target_row_stride = copy.target.row_stride;
     job.row_bytes = copy.row_bytes;
+    job.counter = copy.counter;
     job.num_rows = copy.num_rows;
     job.tile_width = static_cast<int>(std::min<int64_t>(copy.row_bytes, tile_bytes));
     job.rows_per_tile = std::min(tile_bytes / job.tile_width, copy.num_rows);
-    job.tiles_per_row = static_cast<int>((copy.row_bytes + job.tile_width - 1) / job.tile_width);
-    job.tiles_per_layer =
-        (copy.num_rows + job.rows_per_tile - 1) / job.rows_per_tile * job.tiles_per_row;
+    const int64_t tiles_per_row = divide_up(copy.row_bytes, job.tile_width);
+    const int64_t tiles_per_layer = divide_up(copy.num_rows, job.rows_per_tile) * tiles_per_row;
+    if (tiles_per_row > INT_MAX || tiles_per_layer > INT_MAX / kMaxLayers) return false;
+    job.tiles_per_row = make_divisor(tiles_per_row);
+    job.tiles_per_layer = make_divisor(tiles_per_layer);
+    job.vectors_per_row = make_divisor(std::max(1, job.tile_width / vector_bytes));
+    return true;
 }
 
 struct Launch {
     int method; // MEMSERVE_VECTOR or MEMSERVE_BULK
-    int alignment;
+    int vector_bytes;
     int max_ctas;
     cudaStream_t stream;
 };
 
-template <int kStages, int kBlocks>
-cudaError_t launch_bulk(const Job<kBlocks> &job, int ctas, cudaStream_t stream) {
-    constexpr int kShared = kStages * kBulkTile;
-    const auto kernel = copy_by_bulk<kStages, kBlocks>;
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-    if (error != cudaSuccess) return error;
-    kernel<<<ctas, kWarp, kShared, stream>>>(job);
-    return cudaGetLastError();
-}
-
 template <int kBlocks>
-cudaError_t launch(const Job<kBlocks> &job, const Launch &launch) {
-    const int ctas = std::min(launch.max_ctas, job.num_tiles);
-    if (launch.method == MEMSERVE_BULK) return launch_bulk<kBulkStages>(job, ctas, launch.stream);
-    if (launch.alignment == 16)
-        copy_by_vectors<int4><<<ctas, kVectorThreads, 0, launch.stream>>>(job);
-    else if (launch.alignment >= 4)
-        copy_by_vectors<int><<<ctas, kVectorThreads, 0, launch.stream>>>(job);
-    else
-        copy_by_vectors<char><<<ctas, kVectorThreads, 0, launch.stream>>>(job);
+cudaError_t launch(const Job<kBlocks> &job, const Launch &how) {
+    const unsigned ctas = std::min(static_cast<unsigned>(how.max_ctas), job.num_tiles);
+    if (how.method == MEMSERVE_BULK) {
+        constexpr int kShared = kBulkStages * kBulkTile;
+        const cudaError_t error = cudaFuncSetAttribute(
+            copy_by_bulk<kBlocks>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+        if (error != cudaSuccess) return error;
+        copy_by_bulk<<<ctas, kWarp, kShared, how.stream>>>(job);
+    } else if (how.vector_bytes == 16) {
+        copy_by_vectors<int4><<<ctas, kVectorThreads, 0, how.stream>>>(job);
+    } else if (how.vector_bytes == 4) {
+        copy_by_vectors<int><<<ctas, kVectorThreads, 0, how.stream>>>(job);
+    } else {
+        copy_by_vectors<char><<<ctas, kVectorThreads, 0, how.stream>>>(job);
+    }
     return cudaGetLastError();
 }
 
 template <int kBlocks>
 cudaError_t launch_all(const MemserveCopy &copy, const Launch &how) {
-    const int tile_bytes = how.method == MEMSERVE_BULK ? kBulkTile : kVectorTile;
     Job<kBlocks> job;
-    describe(copy, tile_bytes, job);
+    const int tile_bytes = how.method == MEMSERVE_BULK ? kBulkTile : kVectorTile;
+    if (!describe(copy, tile_bytes, how.vector_bytes, job)) return cudaErrorInvalidValue;
     for (int layer = 0; layer < copy.num_layers; layer += kMaxLayers) {
-        job.num_layers = std::min(kMaxLayers, copy.num_layers - layer);
-        std::copy_n(copy.source.layer_offsets + layer, job.num_layers, job.source_layers);
-        std::copy_n(copy.target.layer_offsets + layer, job.num_layers, job.target_layers);
-        const int64_t tiles_per_block = int64_t{1} * job.num_layers * job.tiles_per_layer;
-        const int step = static_cast<int>(std::min<int64_t>(kBlocks, INT_MAX / tiles_per_block));
-        if (step == 0) return cudaErrorInvalidValue;
+        const int layers = std::min(kMaxLayers, copy.num_layers - layer);
+        job.num_layers = make_divisor(layers);
+        std::copy_n(copy.source.layer_offsets + layer, layers, job.source_layers);
+        std::copy_n(copy.target.layer_offsets + layer, layers, job.target_layers);
+        const int tiles_per_block = layers * static_cast<int>(job.tiles_per_layer.divisor);
+        const int step = std::min(kBlocks, INT_MAX / tiles_per_block);
         for (int block = 0; block < copy.num_blocks; block += step) {
-            const int count = std::min(step, copy.num_blocks - block);
-            std::copy_n(copy.source.block_ids + block, count, job.source_ids);
-            std::copy_n(copy.target.block_ids + block, count, job.target_ids);
-            job.num_tiles = static_cast<int>(count * tiles_per_block);
+            const int blocks = std::min(step, copy.num_blocks - block);
+            std::copy_n(copy.source.block_ids + block, blocks, job.source_ids);
+            std::copy_n(copy.target.block_ids + block, blocks, job.target_ids);
+            job.num_tiles = static_cast<unsigned>(blocks) * tiles_per_block;
             if (const cudaError_t error = launch(job, how)) return error;
         }
     }
@@ -436,21 +187,26 @@ cudaError_t copy_by_engines(const MemserveCopy &copy, int method, cudaStream_t s
     return cudaSuccess;
 }
 
-cudaError_t copy_by_kernel(const MemserveCopy &copy, int method, int max_sms, int device,
+cudaError_t copy_by_kernel(MemserveCopy copy, int method, int max_sms, int device,
                            cudaStream_t stream) {
     int num_sms = 0, capability = 0;
+    cudaStreamCaptureStatus captured = cudaStreamCaptureStatusNone;
     cudaError_t error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
+    if (error == cudaSuccess) error = cudaStreamIsCapturing(stream, &captured);
     if (error != cudaSuccess) return error;
 
+    // A graph may be replayed on any stream, beside whatever uses the counter there.
+    if (captured != cudaStreamCaptureStatusNone) copy.counter = nullptr;
     const int aligned = alignment(copy);
     const bool can_bulk = capability >= 9 && aligned == 16 && copy.row_bytes % 16 == 0;
     if (method == MEMSERVE_BULK && !can_bulk) return cudaErrorInvalidValue;
     if (method == MEMSERVE_AUTO)
         method = can_bulk && copy.row_bytes >= kMinBulkRow ? MEMSERVE_BULK : MEMSERVE_VECTOR;
-    const Launch how{method, aligned, std::min(max_sms, num_sms), stream};
-    return copy.num_blocks <= kUnrollBlocks ? launch_all<kUnrollBlocks>(copy, how)
+    const int vector_bytes = aligned == 16 ? 16 : aligned >= 4 ? 4 : 1;
+    const Launch how{method, vector_bytes, std::min(max_sms, num_sms), stream};
+    return copy.num_blocks <= kFewBlocks ? launch_all<kFewBlocks>(copy, how)
                                          : launch_all<kManyBlocks>(copy, how);
 }
 

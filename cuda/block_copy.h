@@ -13,8 +13,7 @@
  *     slice     rows are the heads that both sides share (tensor parallelism that differs)
  *
  * Addresses are device addresses of the launching device: own memory, a peer's memory mapped there,
- * or pinned host memory. All arrays are host memory and are read before the call returns; nothing
- * but the copies themselves outlives it. Nothing is checked against the size of any buffer: that is
+ * or pinned host memory. All arrays are host memory and are read before the call returns. Nothing is checked against the size of any buffer: that is
  * the caller's part (memserve/ops/blocks.py). No call waits for the device.
  */
 #ifndef MEMSERVE_BLOCK_COPY_H
@@ -43,6 +42,9 @@ typedef struct {
     int32_t num_rows; /* of one layer of one block */
     int32_t num_layers;
     int32_t num_blocks;
+    /* Device memory by which the bulk kernel's CTAs share the work as they get on. Zero before the
+     * first copy and again after each; for one stream alone. Null: the work is dealt out evenly. */
+    uint32_t *counter;
 } MemserveCopy;
 
 typedef enum {
@@ -55,7 +57,8 @@ typedef enum {
 
 /* Queue the copies on `stream` of `device`. Kernels use at most `max_sms` multiprocessors.
  *
- * No target row may be written twice or be a source row as well. Returns 0 or a CUDA error code;
+ * MEMSERVE_BATCH works as MEMSERVE_COPIES on the legacy stream and before CUDA 13. No target row may
+ * be written twice or be a source row as well. Returns 0 or a CUDA error code:
  * cudaErrorInvalidValue for counts below zero, max_sms below one or a method that cannot do it.
  */
 MEMSERVE_API int memserve_copy_blocks(const MemserveCopy *copy, int method, int max_sms, int device,

@@ -64,6 +64,7 @@ const Case kCases[] = {
     {"layer-first", Layout::kLayerFirst, Layout::kLayerFirst, 5, 9, 1, 4096, 0, 0},
     {"gather", Layout::kLayerFirst, Layout::kBlockFirst, 4, 6, 1, 70000, 0, 0},
     {"scatter", Layout::kBlockFirst, Layout::kLayerFirst, 4, 6, 1, 17408, 0, 0},
+    {"long blocks", Layout::kBlockFirst, Layout::kBlockFirst, 4, 6, 1, 81920, 0, 0},
     {"heads 2 to 1", Layout::kBlockFirst, Layout::kBlockFirst, 3, 5, 16, 2048, 0, 2048},
     {"heads 1 to 3", Layout::kLayerFirst, Layout::kBlockFirst, 3, 5, 32, 256, 512, 0},
     {"long rows", Layout::kBlockFirst, Layout::kLayerFirst, 2, 3, 3, 150000, 32, 16},
@@ -106,13 +107,19 @@ void copy_on_cpu(const MemserveCopy &copy, const char *source, char *target) {
 struct Where {
     int device, target_device;
     cudaStream_t stream;
+    uint32_t *counter; // of that stream
 };
 
 bool can_bulk(const Case &c) {
     return c.row_bytes % 16 == 0 && c.source_pad % 16 == 0 && c.target_pad % 16 == 0;
 }
 
-bool check(const Case &c, int method, int max_sms, const Where &where, std::mt19937_64 &random) {
+struct How {
+    int method, max_sms;
+    bool has_counter;
+};
+
+bool check(const Case &c, const How &how, const Where &where, std::mt19937_64 &random) {
     const int spare = 3; // blocks that are not copied
     const auto source_pool =
         make_pool(c.source, c.blocks + spare, c.layers, c.rows, c.row_bytes, c.source_pad);
@@ -137,8 +144,8 @@ bool check(const Case &c, int method, int max_sms, const Where &where, std::mt19
          source_pool.layer_offsets.data(), source_ids.data()},
         {reinterpret_cast<uint64_t>(target), target_pool.block_stride, target_pool.row_stride,
          target_pool.layer_offsets.data(), target_ids.data()},
-        c.row_bytes, c.rows, c.layers, c.blocks};
-    CHECK(memserve_copy_blocks(&copy, method, max_sms, where.device, where.stream));
+        c.row_bytes, c.rows, c.layers, c.blocks, how.has_counter ? where.counter : nullptr};
+    CHECK(memserve_copy_blocks(&copy, how.method, how.max_sms, where.device, where.stream));
     CHECK(cudaStreamSynchronize(where.stream));
 
     std::vector<char> got(expected.size());
@@ -148,25 +155,29 @@ bool check(const Case &c, int method, int max_sms, const Where &where, std::mt19
     CHECK(cudaFree(target));
     if (got == expected) return true;
     const auto at = std::mismatch(got.begin(), got.end(), expected.begin()).first - got.begin();
-    std::printf("WRONG: %s, method %d, %d SMs, first at byte %td of %zu\n", c.name, method, max_sms,
-                at, got.size());
+    std::printf("WRONG: %s, method %d, %d SMs, %s counter, first at byte %td of %zu\n", c.name,
+                how.method, how.max_sms, how.has_counter ? "with" : "without", at, got.size());
     return false;
 }
 
 int check_all(const Where &where, bool has_bulk, std::mt19937_64 &random) {
+    const How hows[] = {
+        {MEMSERVE_AUTO, 16, true}, {MEMSERVE_VECTOR, 1, false}, {MEMSERVE_VECTOR, 16, false},
+        {MEMSERVE_BULK, 1, true},  {MEMSERVE_BULK, 16, true},   {MEMSERVE_BULK, 16, false},
+        {MEMSERVE_COPIES, 1, false}, {MEMSERVE_BATCH, 1, false},
+    };
     int wrong = 0, cases = 0;
     for (const auto &c : kCases)
-        for (const int method :
-             {MEMSERVE_AUTO, MEMSERVE_VECTOR, MEMSERVE_BULK, MEMSERVE_COPIES, MEMSERVE_BATCH})
-            for (const int max_sms : {1, 16}) {
-                const bool by_engines = method == MEMSERVE_COPIES || method == MEMSERVE_BATCH;
-                if (method == MEMSERVE_BULK && !(has_bulk && can_bulk(c))) continue;
-                if (by_engines && max_sms > 1) continue;
-                ++cases;
-                wrong += !check(c, method, max_sms, where, random);
-            }
+        for (const auto &how : hows) {
+            if (how.method == MEMSERVE_BULK && !(has_bulk && can_bulk(c))) continue;
+            ++cases;
+            wrong += !check(c, how, where, random);
+        }
+    uint32_t count = 0;
+    CHECK(cudaMemcpy(&count, where.counter, sizeof count, cudaMemcpyDefault));
+    if (count) std::printf("WRONG: the counter is left at %u\n", count);
     std::printf("%d cases, %d wrong\n", cases, wrong);
-    return wrong;
+    return wrong + (count != 0);
 }
 
 // Median of device time, in GB/s; every repetition takes other blocks.
@@ -186,7 +197,7 @@ double bandwidth(const Case &c, int method, int max_sms, const Where &where, int
                                 pool.layer_offsets.data(), ids.data()};
         };
         const MemserveCopy copy = {side(source, source_ids), side(target, target_ids),
-                                   c.row_bytes, c.rows, c.layers, c.blocks};
+                                   c.row_bytes, c.rows, c.layers, c.blocks, where.counter};
         CHECK(cudaEventRecord(start, where.stream));
         CHECK(memserve_copy_blocks(&copy, method, max_sms, where.device, where.stream));
         CHECK(cudaEventRecord(end, where.stream));
@@ -220,7 +231,7 @@ void time_all(const Where &where, bool has_bulk, std::mt19937_64 &random) {
         CHECK(cudaMemcpy(source + at, bytes.data(),
                          std::min<int64_t>(bytes.size(), kPoolBytes - at), cudaMemcpyDefault));
 
-    std::printf("\n%-18s %8s %8s  GB/s at 4, 8, 16, 32, 64, 132 SMs\n", "", "copies", "batch");
+    std::printf("\n%-18s %8s %8s  GB/s at 4, 8, 10, 12, 16, 32, 132 SMs\n", "", "copies", "batch");
     for (const auto &c : timed) {
         const auto rate = [&](int method, int max_sms) {
             return bandwidth(c, method, max_sms, where, kPoolBlocks, source, target, random);
@@ -229,7 +240,7 @@ void time_all(const Where &where, bool has_bulk, std::mt19937_64 &random) {
         for (const int method : {MEMSERVE_VECTOR, MEMSERVE_BULK}) {
             if (method == MEMSERVE_BULK && !has_bulk) continue;
             std::printf("%-36s", method == MEMSERVE_BULK ? "  bulk kernel" : "  vector kernel");
-            for (const int max_sms : {4, 8, 16, 32, 64, 132})
+            for (const int max_sms : {4, 8, 10, 12, 16, 32, 132})
                 std::printf(" %7.1f", rate(method, max_sms));
             std::printf("\n");
         }
@@ -248,13 +259,16 @@ int main(int argc, char **argv) {
     }
     int count = 0;
     CHECK(cudaGetDeviceCount(&count));
-    Where where{0, count > 1 ? 1 : 0, nullptr};
+    Where where{0, count > 1 ? 1 : 0, nullptr, nullptr};
     if (where.target_device != where.device)
         CHECK(memserve_enable_peer_access(where.device, where.target_device));
     cudaDeviceProp properties;
     CHECK(cudaGetDeviceProperties(&properties, where.device));
     CHECK(cudaSetDevice(where.device));
     CHECK(cudaStreamCreateWithFlags(&where.stream, cudaStreamNonBlocking));
+    CHECK(cudaMalloc(&where.counter, sizeof(uint32_t)));
+    CHECK(cudaMemset(where.counter, 0, sizeof(uint32_t)));
+    CHECK(cudaDeviceSynchronize());
     const uint64_t seed = std::random_device{}();
     std::mt19937_64 random(seed);
     std::printf("%s, target on device %d, seed %llu\n", properties.name, where.target_device,
@@ -263,6 +277,7 @@ int main(int argc, char **argv) {
     const bool has_bulk = properties.major >= 9;
     const int wrong = check_all(where, has_bulk, random);
     if (wrong == 0 && !is_quick) time_all(where, has_bulk, random);
+    CHECK(cudaFree(where.counter));
     CHECK(cudaStreamDestroy(where.stream));
     return wrong ? 1 : 0;
 }

@@ -133,6 +133,15 @@ class BlockView:
         """Bytes of one block that the view shows."""
         return self.rows.total_bytes * self.num_layers
 
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of one block that lie together: all of it, a page's rows, or one row."""
+        rows = self.rows
+        if rows.count > 1 and rows.stride != rows.size_bytes:
+            return rows.size_bytes
+        is_whole = bool(np.all(np.diff(self.row_offsets) == rows.total_bytes))
+        return self.block_bytes if is_whole else rows.total_bytes
+
     def layer(self, layer: int) -> torch.Tensor:
         """The rows of one layer, shape `[num_blocks, rows, row bytes]`; shares the memory."""
         return self.memory.as_strided(

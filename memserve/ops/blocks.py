@@ -1,0 +1,312 @@
+"""Copies of KV blocks: between pools, to and from staging memory, between HBM and DRAM.
+
+A `BlockView` (`views.py`) says where the rows of a pool's blocks lie; every operation is a copy
+between two views, whatever their layouts:
+
+    copy_blocks      scattered blocks → scattered blocks, of this GPU or of a peer mapped here
+    gather_blocks    scattered blocks → contiguous staging memory
+    scatter_blocks   contiguous staging memory → scattered blocks
+    swap_blocks      HBM ⇄ pinned DRAM
+
+Where two instances differ in tensor parallelism, each side's view takes the heads that both have
+(`head_rows`), and the same four operations copy that slice.
+
+`TorchBlockOps` is the reference and runs anywhere; `CudaBlockOps` queues kernels or copy engines
+on a stream (`cuda/`, built by `build.py`). Both check their arguments here, on the host: the
+kernels do not.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from memserve.errors import TransferError
+from memserve.ops.build import BlockCopyLibrary, Copy, Side, open_library
+from memserve.ops.views import BlockView
+
+Ids = npt.NDArray[np.int32]
+
+
+class BlockOps(ABC):
+    """The operations; what they are given is checked here, how they run is the subclass's matter.
+
+    Each returns the number of bytes copied. On a GPU the copy is only queued: both buffers must
+    live, and the source must not be written, until the stream has passed it. `stream` is the
+    current stream by default; it belongs to the GPU that the blocks come from (for a swap, to the
+    GPU). Raises: TransferError for anything that does not fit together, before anything is copied.
+    """
+
+    def copy_blocks(
+        self,
+        source: BlockView,
+        target: BlockView,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> int:
+        """Copy block `source_ids[i]` into block `target_ids[i]`, all `i`, in no order.
+
+        The target may be memory of another GPU of this process, or another process's memory that
+        is mapped here.
+        """
+        self._require_media(source, target, is_swap=False)
+        return self._check_and_run(source, target, source_ids, target_ids, stream)
+
+    def gather_blocks(
+        self,
+        source: BlockView,
+        source_ids: Sequence[int],
+        staging: torch.Tensor,
+        *,
+        is_layer_first: bool = False,
+        stream: torch.cuda.Stream | None = None,
+    ) -> int:
+        """Pack blocks into the front of `staging`, in the order given (see `BlockView.staging`)."""
+        if not len(source_ids):
+            return 0
+        target = source.staging(staging, len(source_ids), is_layer_first=is_layer_first)
+        return self.copy_blocks(source, target, source_ids, range(len(source_ids)), stream=stream)
+
+    def scatter_blocks(
+        self,
+        staging: torch.Tensor,
+        target: BlockView,
+        target_ids: Sequence[int],
+        *,
+        is_layer_first: bool = False,
+        stream: torch.cuda.Stream | None = None,
+    ) -> int:
+        """Unpack the front of `staging` into blocks: the way back from `gather_blocks`."""
+        if not len(target_ids):
+            return 0
+        source = target.staging(staging, len(target_ids), is_layer_first=is_layer_first)
+        return self.copy_blocks(source, target, range(len(target_ids)), target_ids, stream=stream)
+
+    def swap_blocks(
+        self,
+        source: BlockView,
+        target: BlockView,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> int:
+        """`copy_blocks` between a GPU's memory and pinned host memory, either way."""
+        self._require_media(source, target, is_swap=True)
+        return self._check_and_run(source, target, source_ids, target_ids, stream)
+
+    def _check_and_run(
+        self,
+        source: BlockView,
+        target: BlockView,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        stream: torch.cuda.Stream | None,
+    ) -> int:
+        _require_same_rows(source, target)
+        sources = _checked_ids(source, source_ids, "source")
+        targets = _checked_ids(target, target_ids, "target")
+        _require_pairs(source, target, sources, targets)
+        if len(sources):
+            self._run(source, target, sources, targets, stream)
+        return len(sources) * source.block_bytes
+
+    @abstractmethod
+    def _require_media(self, source: BlockView, target: BlockView, *, is_swap: bool) -> None:
+        """Whether this implementation can reach both memories."""
+
+    @abstractmethod
+    def _run(
+        self,
+        source: BlockView,
+        target: BlockView,
+        source_ids: Ids,
+        target_ids: Ids,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Copy at least one block; all arguments are good."""
+
+
+class TorchBlockOps(BlockOps):
+    """The reference: indexing in torch, a layer at a time, for memory of any kind."""
+
+    def _require_media(self, source: BlockView, target: BlockView, *, is_swap: bool) -> None:
+        pass
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        source: BlockView,
+        target: BlockView,
+        source_ids: Ids,
+        target_ids: Ids,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        device = target.memory.device
+        with torch.cuda.stream(stream):
+            sources = torch.from_numpy(source_ids).to(source.memory.device)
+            targets = torch.from_numpy(target_ids).long().to(device)
+            for layer in range(source.num_layers):
+                blocks = source.layer(layer).index_select(0, sources)
+                target.layer(layer).index_copy_(0, targets, blocks.to(device))
+
+
+class Method(enum.IntEnum):
+    """How `CudaBlockOps` copies: `MemserveMethod` of `cuda/block_copy.h`, which says more."""
+
+    AUTO = 0
+    VECTOR = 1
+    BULK = 2
+    COPIES = 3
+    BATCH = 4
+
+
+MAX_SMS = 12
+"""Of an H200's 132, 10 fill NVLink."""
+SWAP_SMS = 4
+"""That many fill the host link."""
+ENGINE_RUN_BYTES = 1 << 20
+"""Copy engines pay for each contiguous run; from this size on they are the faster way to DRAM."""
+
+
+class CudaBlockOps(BlockOps):
+    """Kernels and copy engines, by the library of `cuda/`. One thread makes all calls."""
+
+    def __init__(
+        self,
+        library: BlockCopyLibrary,
+        *,
+        max_sms: int = MAX_SMS,
+        swap_sms: int = SWAP_SMS,
+        method: Method = Method.AUTO,
+        swap_method: Method = Method.AUTO,
+    ) -> None:
+        """`max_sms`, `swap_sms`: how many multiprocessors a kernel may take, at least 1."""
+        if min(max_sms, swap_sms) < 1:
+            raise TransferError(
+                f"max_sms is {max_sms} and swap_sms {swap_sms}; a copy needs at least 1"
+            )
+        self._library = library
+        self._max_sms = max_sms
+        self._swap_sms = swap_sms
+        self._method = method
+        self._swap_method = swap_method
+        self._reachable: set[tuple[int, int]] = set()
+        self._counters: dict[tuple[int, int], torch.Tensor] = {}
+
+    def _require_media(self, source: BlockView, target: BlockView, *, is_swap: bool) -> None:
+        sides = {"source": source, "target": target}
+        on_host = [name for name, view in sides.items() if not view.memory.is_cuda]
+        if not is_swap and on_host:
+            raise TransferError(f"the {on_host[0]}'s blocks are in host memory: swap them instead")
+        if is_swap and len(on_host) != 1:
+            raise TransferError("a swap is between a GPU's memory and host memory")
+        if is_swap and not sides[on_host[0]].memory.is_pinned():
+            raise TransferError(f"the {on_host[0]}'s host memory is not pinned")
+
+    def _run(
+        self,
+        source: BlockView,
+        target: BlockView,
+        source_ids: Ids,
+        target_ids: Ids,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        is_swap = source.memory.is_cuda != target.memory.is_cuda
+        gpu = source.memory.device if source.memory.is_cuda else target.memory.device
+        stream = stream or torch.cuda.current_stream(gpu)
+        if stream.device_index != gpu.index:
+            raise TransferError(f"the stream is one of GPU {stream.device_index}, not {gpu.index}")
+        if not is_swap:
+            self._reach(gpu.index, target.memory.device.index)
+        copy = Copy(
+            source=_side(source, source_ids),
+            target=_side(target, target_ids),
+            row_bytes=source.rows.size_bytes,
+            num_rows=source.rows.count,
+            num_layers=source.num_layers,
+            num_blocks=len(source_ids),
+            counter=self._counter(stream),
+        )
+        method = self._swap_method_for(source, target) if is_swap else self._method
+        max_sms = self._swap_sms if is_swap else self._max_sms
+        self._library.copy_blocks(copy, method, max_sms, gpu.index, stream.cuda_stream)
+
+    def _swap_method_for(self, source: BlockView, target: BlockView) -> Method:
+        if self._swap_method is not Method.AUTO:
+            return self._swap_method
+        is_long = min(source.run_bytes, target.run_bytes) >= ENGINE_RUN_BYTES
+        return Method.BATCH if is_long else Method.AUTO
+
+    def _counter(self, stream: torch.cuda.Stream) -> int | None:
+        """The address of the stream's counter: its kernels follow each other and can share one."""
+        key = (stream.device_index, stream.cuda_stream)
+        if key not in self._counters:
+            with torch.cuda.stream(stream):
+                if torch.cuda.is_current_stream_capturing():
+                    return None  # what is allocated now belongs to the graph
+                self._counters[key] = torch.zeros(1, dtype=torch.int32, device=stream.device)
+        return int(self._counters[key].data_ptr())
+
+    def _reach(self, device: int, peer: int) -> None:
+        """A kernel that touches a peer's memory without leave would break the CUDA context."""
+        if device != peer and (device, peer) not in self._reachable:
+            self._library.enable_peer_access(device, peer)
+            self._reachable.add((device, peer))
+
+
+def block_ops(device: torch.device) -> BlockOps:
+    """The operations for blocks in the memory of `device`. Raises: StartError (see `build.py`)."""
+    if device.type != "cuda":
+        return TorchBlockOps()
+    major, minor = torch.cuda.get_device_capability(device)
+    return CudaBlockOps(open_library(f"sm_{major}{minor}"))
+
+
+def _side(view: BlockView, block_ids: Ids) -> Side:
+    return Side(
+        base=view.memory.data_ptr(),
+        block_stride=view.block_stride,
+        row_stride=view.rows.stride,
+        layer_offsets=view.row_offsets.ctypes.data,
+        block_ids=block_ids.ctypes.data,
+    )
+
+
+def _require_same_rows(source: BlockView, target: BlockView) -> None:
+    for name, own, other in (
+        ("layers", source.num_layers, target.num_layers),
+        ("rows in a page", source.rows.count, target.rows.count),
+        ("bytes in a row", source.rows.size_bytes, target.rows.size_bytes),
+    ):
+        if own != other:
+            raise TransferError(f"the source has {own} {name}, the target {other}")
+
+
+def _checked_ids(view: BlockView, block_ids: Sequence[int], side: str) -> Ids:
+    ids = np.fromiter(block_ids, dtype=np.int64, count=len(block_ids))
+    if len(ids) and not 0 <= ids.min() <= ids.max() < view.num_blocks:
+        bad = ids[(ids < 0) | (ids >= view.num_blocks)][0]
+        raise TransferError(f"the {side} has no block {bad}, only 0 to {view.num_blocks - 1}")
+    return ids.astype(np.int32)
+
+
+def _require_pairs(source: BlockView, target: BlockView, sources: Ids, targets: Ids) -> None:
+    """One target for each source, each written once, and nothing both read and written."""
+    if len(sources) != len(targets):
+        raise TransferError(f"{len(sources)} blocks cannot fill {len(targets)} blocks")
+    seen = set(targets.tolist())
+    if len(seen) != len(targets):
+        twice = next(block for block in seen if np.count_nonzero(targets == block) > 1)
+        raise TransferError(f"target block {twice} is named twice")
+    if source.memory.data_ptr() == target.memory.data_ptr():
+        both = seen.intersection(sources.tolist())
+        if both:
+            raise TransferError(f"block {min(both)} of one buffer is to be read and written")
