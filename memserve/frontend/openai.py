@@ -79,7 +79,8 @@ def build_frontend(
         calls = CallIndex(remembered_calls)
         client = MemServeClient(vllm_config, scheduler, calls, request_timeout_s)
     except (ValueError, TypeError, OSError) as error:
-        raise StartError(f"vLLM refuses the model or the engine settings: {error}") from error
+        reason = " ".join(str(error).split())  # pydantic's is a paragraph
+        raise StartError(f"vLLM refuses the model or the engine settings: {reason}") from error
     scheduler.attach(client)
     return Frontend(vllm_config, client, calls, served_name, tool_parser)
 
