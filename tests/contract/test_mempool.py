@@ -173,6 +173,19 @@ def test_delete_forgets_all_copies_and_spares_their_users() -> None:
     assert mempool.stats() == BlockCounts(TOTAL, TOTAL, 0, 0)
 
 
+@pytest.mark.parametrize("deleted", [0, 1, 2])
+def test_deleted_blocks_are_reused_before_any_history_goes(deleted: int) -> None:
+    mempool, _ = make_pool(reserve_blocks=0)
+    for seed in range(3):
+        insert(mempool, prompt(16, seed))
+    freed = mempool.match(prompt(16, deleted))
+    mempool.delete(prompt(16, deleted))
+    assert mempool.stats() == BlockCounts(TOTAL, TOTAL - 8, 8, 0)
+    assert mempool.check_integrity({}) == []
+    assert set(freed) <= set(mempool.alloc_mem(TOTAL - 8, "a"))
+    assert mempool.stats() == BlockCounts(TOTAL, 0, 8, TOTAL - 8)
+
+
 def test_deleted_blocks_behind_a_hole_are_forgotten_too() -> None:
     mempool, pool = make_pool()
     block_ids = insert(mempool, prompt(12))

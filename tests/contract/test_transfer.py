@@ -262,6 +262,23 @@ def test_a_refusal_lets_go_of_the_hits(pair: Pair) -> None:
     pair.check(tokens)
 
 
+def test_a_reservation_does_not_evict_its_own_hits(pair: Pair) -> None:
+    tokens = prompt(40)
+    for request_id, earlier in ((RequestId("old"), tokens[:8]), (RequestId("new"), prompt(24, 7))):
+        pair.d.compute(request_id, earlier)
+        pair.d.end(request_id, earlier, hold=False)
+    hits = pair.d.mempool.match(tokens)  # the oldest history there is
+    long = prompt(60)
+    assert long[: len(tokens)] == tokens
+    allocated = pair.allocate(long)  # more than the empty blocks
+    assert (allocated.hit_blocks, len(allocated.block_ids)) == (2, 13)
+    assert not set(allocated.block_ids) & set(hits)
+    assert pair.d.mempool.match(tokens) == hits
+    pair.d.transfers.cancel(cancel())
+    assert pair.d.is_idle()
+    pair.check(long)
+
+
 def test_a_second_reservation_of_one_transfer_is_refused(pair: Pair) -> None:
     pair.allocate(prompt(8))
     pair.d.transfers.allocate(allocate(R), prompt(8))

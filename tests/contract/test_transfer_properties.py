@@ -15,12 +15,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    Bundle,
     RuleBasedStateMachine,
-    consumes,
     initialize,
     invariant,
-    multiple,
+    precondition,
     rule,
 )
 
@@ -64,6 +62,8 @@ class Flow(msgspec.Struct):
     block_ids: list[BlockId] = []
     sent_bytes: int = 0
     is_arrival: bool = False
+    was_deleted: bool = False
+    """Its tokens were deleted from the index while it was pinned."""
 
     @property
     def transfer_id(self) -> TransferId:
@@ -79,9 +79,6 @@ class Flow(msgspec.Struct):
 
 
 class TransferMachine(RuleBasedStateMachine):
-    flows: Bundle[Flow] = Bundle("flows")
-    fillers: Bundle[tuple[Node, RequestId]] = Bundle("fillers")
-
     @initialize(layouts=st.tuples(*[st.sampled_from(["block_first", "layer_first"])] * 2))
     def build(self, layouts: tuple[str, str]) -> None:
         self.nodes = [Node(f"N{i}", layout=layout) for i, layout in enumerate(layouts)]
@@ -91,7 +88,7 @@ class TransferMachine(RuleBasedStateMachine):
         second.join(first)
         self.count = 0
         self.known: dict[TransferId, Flow] = {}
-        self.expired: set[TransferId] = set()
+        self.fillers: list[tuple[Node, RequestId]] = []
         self.read_events()
 
     def new_id(self) -> RequestId:
@@ -101,65 +98,109 @@ class TransferMachine(RuleBasedStateMachine):
     # ── the engines ───────────────────────────────────────────────────────────────────────────
 
     @rule(
-        target=flows,
+        data=st.data(),
+        num_moves=st.integers(0, 6),
         direction=st.integers(0, 1),
         length=st.integers(0, MAX_TOKENS),
         seed=st.integers(0, SEEDS - 1),
         is_private=st.booleans(),
     )
-    def start(self, direction: int, length: int, seed: int, is_private: bool) -> object:
-        """A request that will move its KV starts at its source."""
+    def start(
+        self,
+        data: st.DataObject,
+        num_moves: int,
+        direction: int,
+        length: int,
+        seed: int,
+        is_private: bool,
+    ) -> None:
+        """A request that will move its KV starts at its source, and goes on for a while."""
         source, target = self.nodes[direction], self.nodes[1 - direction]
         flow = Flow(self.new_id(), prompt(length, seed), is_private, source, target)
-        if source.compute(flow.request_id, flow.tokens) is None:
-            return multiple()
-        self.known[flow.transfer_id] = flow
-        return flow
+        if source.compute(flow.request_id, flow.tokens) is not None:
+            self.known[flow.transfer_id] = flow
+            self.go_on(data, flow, num_moves)
 
-    @rule(
-        target=fillers,
-        node=st.integers(0, 1),
-        length=st.integers(1, 40),
-        seed=st.integers(0, SEEDS),
-    )
-    def fill(self, node: int, length: int, seed: int) -> object:
+    @rule(node=st.integers(0, 1), length=st.integers(1, 40), seed=st.integers(0, SEEDS))
+    def fill(self, node: int, length: int, seed: int) -> None:
         """Another request takes blocks, and evicts history."""
         request_id = self.new_id()
-        if self.nodes[node].compute(request_id, prompt(length, seed)) is None:
-            return multiple()
-        return self.nodes[node], request_id
+        if self.nodes[node].compute(request_id, prompt(length, seed)) is not None:
+            self.fillers.append((self.nodes[node], request_id))
 
-    @rule(filler=consumes(fillers))
-    def end_filler(self, filler: tuple[Node, RequestId]) -> None:
-        node, request_id = filler
+    @precondition(lambda self: self.fillers)
+    @rule()
+    def end_filler(self) -> None:
+        node, request_id = self.fillers.pop(0)
         node.engine.finish(request_id)
 
-    @rule(flow=flows)
-    def finish(self, flow: Flow) -> None:
-        """The source's run ends, and its KV is held."""
-        if flow.is_running:
-            flow.is_running = False
-            flow.is_held = flow.state in ("new", "asked", "ordered")
-            flow.source.end(flow.request_id, flow.tokens, hold=flow.is_held)
-            flow.source.transfers.source_ready(flow.request_id)
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), num_moves=st.integers(1, 8))
+    def advance(self, data: st.DataObject, num_moves: int) -> None:
+        """One of the latest requests goes on."""
+        flow = data.draw(st.sampled_from([*self.known.values()][-4:]), label="flow")
+        self.go_on(data, flow, num_moves)
+
+    def go_on(self, data: st.DataObject, flow: Flow, num_moves: int) -> None:
+        """In one of the orders in which it can."""
+        for _ in range(num_moves):
+            if not (moves := self.moves(flow)):
+                return
+            data.draw(st.sampled_from(moves), label="move")(flow)
+            self.read_events()
+
+    def moves(self, flow: Flow) -> list[Callable[[Flow], None]]:
+        """What may happen to the request now, misfortune apart."""
+        possible = [
+            (flow.is_running, self.finish),
+            (flow.state == "new", self.ask),
+            (flow.state == "asked" and (flow.is_running or flow.is_held), self.order),
+            (flow.state == "ordered" and flow.is_held, self.poll_for),
+            (flow.state == "sent", self.commit_pinned),
+            (flow.state == "sent", self.commit_loose),
+            (flow.is_arrival, self.schedule),
+            (flow.is_arrival, self.forget),
+        ]
+        return [move for is_possible, move in possible if is_possible]
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), is_abort=st.booleans())
+    def give_up(self, data: st.DataObject, is_abort: bool) -> None:
+        """The hub calls the transfer off, or the source forgets the request."""
+        flow = data.draw(st.sampled_from([*self.known.values()]), label="flow")
+        (self.leave if is_abort else self.call_off)(flow)
         self.read_events()
 
-    @rule(flow=flows)
-    def abort(self, flow: Flow) -> None:
+    def finish(self, flow: Flow) -> None:
+        """The source's run ends, and its KV is held."""
+        flow.is_running = False
+        flow.is_held = flow.state in ("new", "asked", "ordered")
+        flow.source.end(flow.request_id, flow.tokens, hold=flow.is_held)
+        flow.source.transfers.source_ready(flow.request_id)
+
+    def leave(self, flow: Flow) -> None:
         """The source forgets the request."""
         flow.is_running = flow.is_held = False
         flow.source.abort(flow.request_id)
-        self.read_events()
 
-    @rule(flow=flows, is_forgotten=st.booleans())
-    def arrive(self, flow: Flow, is_forgotten: bool) -> None:
-        """The target schedules the request, or forgets it."""
-        if flow.is_arrival:
-            if is_forgotten:
-                flow.target.transfers.forget(flow.request_id)
-            else:
-                flow.target.transfers.scheduled(flow.request_id)
-            flow.is_arrival = False
+    def schedule(self, flow: Flow) -> None:
+        """The target schedules the request, and runs it to its end."""
+        flow.is_arrival = False
+        target, tokens = flow.target, [*flow.tokens, 1]
+        hits = target.compute(flow.request_id, tokens, flow.salt)
+        target.transfers.scheduled(flow.request_id)
+        if hits is not None:
+            assert hits == flow.num_blocks or flow.was_deleted
+            target.engine.finish(flow.request_id)
+        if flow.is_private:
+            target.mempool.delete(tokens, flow.salt)
+
+    def forget(self, flow: Flow) -> None:
+        """The target forgets the request, which has not been scheduled."""
+        flow.is_arrival = False
+        flow.target.transfers.forget(flow.request_id)
+        if flow.is_private:
+            assert flow.target.mempool.match(flow.tokens, flow.salt) == []
 
     @rule(node=st.integers(0, 1))
     def relax(self, node: int) -> None:
@@ -173,37 +214,32 @@ class TransferMachine(RuleBasedStateMachine):
         mempool = self.nodes[node].mempool
         if is_reset:
             mempool.reset()
-        else:
-            mempool.delete(prompt(MAX_TOKENS, seed))
-            assert mempool.match(prompt(MAX_TOKENS, seed)) == []
+            return
+        mempool.delete(prompt(MAX_TOKENS, seed))
+        assert mempool.match(prompt(MAX_TOKENS, seed)) == []
+        for flow in self.known.values():
+            flow.was_deleted |= flow.target is self.nodes[node] and flow.is_arrival
 
     # ── the hub ───────────────────────────────────────────────────────────────────────────────
 
-    @rule(flow=flows)
     def ask(self, flow: Flow) -> None:
-        if flow.state == "new":
-            command = allocate(flow.request_id, Direction.FORWARD, is_private=flow.is_private)
-            flow.target.transfers.allocate(command, flow.tokens)
-        self.read_events()
+        command = allocate(flow.request_id, Direction.FORWARD, is_private=flow.is_private)
+        flow.target.transfers.allocate(command, flow.tokens)
 
-    @rule(flow=flows)
     def order(self, flow: Flow) -> None:
-        if flow.state == "asked" and (flow.is_running or flow.is_held):
-            flow.state = "ordered"
-            flow.source.transfers.transmit(
-                Transmit(
-                    epoch=1,
-                    transfer_id=flow.transfer_id,
-                    request_id=flow.request_id,
-                    peer=flow.target.id,
-                    first_block=flow.hit_blocks,
-                    block_ids=flow.block_ids,
-                )
+        flow.state = "ordered"
+        flow.source.transfers.transmit(
+            Transmit(
+                epoch=1,
+                transfer_id=flow.transfer_id,
+                request_id=flow.request_id,
+                peer=flow.target.id,
+                first_block=flow.hit_blocks,
+                block_ids=flow.block_ids,
             )
-        self.read_events()
+        )
 
-    @rule(flow=flows)
-    def cancel(self, flow: Flow) -> None:
+    def call_off(self, flow: Flow) -> None:
         """Tell whoever may be told: the sender once it was ordered, else the receiver."""
         command = Cancel(epoch=1, transfer_id=flow.transfer_id)
         if flow.state == "ordered":
@@ -211,18 +247,29 @@ class TransferMachine(RuleBasedStateMachine):
         elif flow.state in ("asked", "sent"):
             flow.state = "done"
             flow.target.transfers.cancel(command)
-        self.read_events()
 
-    @rule(flow=flows, pin=st.booleans())
-    def commit(self, flow: Flow, pin: bool) -> None:
-        if flow.state == "sent":
-            flow.state = "done"
-            promised = len(flow.block_ids) * flow.target.geometry.block_bytes
-            flow.is_arrival = pin and flow.sent_bytes == promised and flow.num_blocks > 0
-            flow.target.transfers.commit(
-                Commit(epoch=1, transfer_id=flow.transfer_id, size_bytes=flow.sent_bytes, pin=pin)
-            )
-        self.read_events()
+    def commit_pinned(self, flow: Flow) -> None:
+        self.commit(flow, pin=True)
+
+    def commit_loose(self, flow: Flow) -> None:
+        self.commit(flow, pin=False)
+
+    def commit(self, flow: Flow, *, pin: bool) -> None:
+        flow.state = "done"
+        promised = len(flow.block_ids) * flow.target.geometry.block_bytes
+        is_whole = flow.sent_bytes == promised
+        flow.is_arrival = pin and is_whole and flow.num_blocks > 0
+        flow.target.transfers.commit(
+            Commit(epoch=1, transfer_id=flow.transfer_id, size_bytes=flow.sent_bytes, pin=pin)
+        )
+        (event,) = flow.target.take()
+        assert isinstance(event, Inserted if is_whole else InsertFailed)
+        found = flow.target.mempool.match(flow.tokens, flow.salt)
+        if flow.is_arrival:
+            assert len(found) == flow.num_blocks
+            assert flow.target.mempool.held(f"arrival for {flow.request_id}") == found
+        if flow.is_private and not pin:
+            assert found == []
 
     # ── faults ────────────────────────────────────────────────────────────────────────────────
 
@@ -250,6 +297,9 @@ class TransferMachine(RuleBasedStateMachine):
             node.clock.now_s += seconds
             node.transfers.expire()
         self.read_events()
+
+    def poll_for(self, flow: Flow) -> None:
+        flow.source.transfers.poll()
 
     @rule()
     def poll(self) -> None:
@@ -286,8 +336,6 @@ class TransferMachine(RuleBasedStateMachine):
                 # The pin of a request that was being sent ends here; of one that waits, later.
                 flow.is_held = False
             case Expired() if flow.state in ("asked", "ordered", "sent"):
-                assert node is flow.target
-            case Inserted() | InsertFailed() if flow.state == "done":
                 assert node is flow.target
             case _:
                 pytest.fail(f"{event} from {node.id} in state {flow.state}")
@@ -335,9 +383,9 @@ class TransferMachine(RuleBasedStateMachine):
                 link.release()
         self.poll()
         for flow in self.known.values():
-            self.abort(flow)
-            self.cancel(flow)
-            self.commit(flow, pin=False)
+            self.leave(flow)
+            self.read_events()
+            self.call_off(flow)
             flow.target.transfers.forget(flow.request_id)
         for node in self.nodes:
             for request_id in list(node.engine.running):
@@ -348,9 +396,10 @@ class TransferMachine(RuleBasedStateMachine):
 
 
 TransferMachine.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=250,
+    stateful_step_count=50,
     deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestTransfers = TransferMachine.TestCase
