@@ -96,7 +96,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
 class TransferConfig(msgspec.Struct, frozen=True):
     """`[transfer]`: how KV travels."""
 
-    link: Literal["auto", "shm"] = "auto"
     reservation_s: Seconds = 30.0
 
 

@@ -20,7 +20,6 @@ from memserve.types import InstanceId, InstanceState
 MARKS: dict[InstanceState, tuple[str, str]] = {
     InstanceState.STARTING: ("○", "yellow"),
     InstanceState.READY: ("●", "green"),
-    InstanceState.DRAINING: ("◐", "cyan"),
     InstanceState.LOST: ("✕", "red"),
     InstanceState.FAILED: ("✕", "bold red"),
 }

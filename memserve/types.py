@@ -71,7 +71,6 @@ class InstanceState(enum.Enum):
 
     STARTING = "starting"
     READY = "ready"
-    DRAINING = "draining"
     LOST = "lost"
     FAILED = "failed"
     """Lost, and not started again: it died too often."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from memserve.workers.spec import AnyNotice, AnyRequest, read_notice, write_request
+from memserve.workers.spec import AnyNotice, Fork, read_notice, write_request
 
 STOP_GRACE_S = 5.0
 """From asking a process to end to killing it."""
@@ -44,7 +44,7 @@ class Zygote:
             )
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
 
-    def request(self, request: AnyRequest) -> None:
+    def request(self, request: Fork) -> None:
         """Ask for something; lost if the zygote is gone, which `notice` will tell."""
         if self._writer is not None and not self._writer.is_closing():
             write_request(self._writer, request)

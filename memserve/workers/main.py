@@ -239,7 +239,6 @@ def _die_with(parent_pid: int) -> None:
 def _set_up_process(spec: WorkerSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the orchestrator ends its workers, in order
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.update(spec.environment)
     set_engine_environment(os.environ, num_threads=spec.num_threads, log_level=spec.log_level)
     os.environ["TMPDIR"] = tempfile.tempdir = spec.run_dir
     torch.set_num_threads(spec.num_threads)

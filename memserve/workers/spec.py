@@ -44,20 +44,12 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval_s: float = 1.0
     num_threads: int = 1
     """Of torch's operators on the CPU."""
-    environment: dict[str, str] = {}
-    """Set in the worker alone, before its engine is built."""
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
     """Start a worker."""
 
     spec: WorkerSpec
-
-
-class Kill(msgspec.Struct, frozen=True, tag=True):
-    """SIGKILL this worker. Ignored if the pid is not a living child of the zygote."""
-
-    pid: int
 
 
 class Imported(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +76,6 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     """Exit code, or the negative number of the signal that ended it."""
 
 
-AnyRequest: TypeAlias = Fork | Kill
 AnyNotice: TypeAlias = Imported | Forked | Exited
 
 _Message = TypeVar("_Message")
@@ -94,11 +85,11 @@ _MAX_FRAME_BYTES = 1 << 20
 """Far more than any of these messages takes: a longer frame means that the stream is broken."""
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
+_request_decoder: msgspec.msgpack.Decoder[Fork] = msgspec.msgpack.Decoder(Fork)
 _notice_decoder: msgspec.msgpack.Decoder[AnyNotice] = msgspec.msgpack.Decoder(AnyNotice)
 
 
-def encode_frame(message: AnyRequest | AnyNotice) -> bytes:
+def encode_frame(message: Fork | AnyNotice) -> bytes:
     """Header and body."""
     body = _encoder.encode(message)
     return _HEADER.pack(len(body)) + body
@@ -107,7 +98,7 @@ def encode_frame(message: AnyRequest | AnyNotice) -> bytes:
 # ── the orchestrator's end: asyncio ───────────────────────────────────────────────────────────
 
 
-def write_request(writer: asyncio.StreamWriter, request: AnyRequest) -> None:
+def write_request(writer: asyncio.StreamWriter, request: Fork) -> None:
     """Queue one request."""
     writer.write(encode_frame(request))
 
@@ -122,12 +113,12 @@ async def read_notice(reader: asyncio.StreamReader) -> AnyNotice:
 # ── the zygote's end, and tests: blocking sockets ─────────────────────────────────────────────
 
 
-def send_frame(sock: socket.socket, message: AnyRequest | AnyNotice) -> None:
+def send_frame(sock: socket.socket, message: Fork | AnyNotice) -> None:
     """Write one message. Raises: OSError if the other end is gone."""
     sock.sendall(encode_frame(message))
 
 
-def receive_request(sock: socket.socket) -> AnyRequest:
+def receive_request(sock: socket.socket) -> Fork:
     """Block for the next request. Raises: EOFError if the other end is gone, ProtocolError."""
     return _decode(_request_decoder, _receive_body(sock))
 

@@ -31,10 +31,8 @@ from memserve.types import InstanceId
 from memserve.workers.environment import set_engine_environment
 from memserve.workers.spec import (
     Exited,
-    Fork,
     Forked,
     Imported,
-    Kill,
     WorkerSpec,
     receive_request,
     send_frame,
@@ -128,11 +126,7 @@ class Zygote:
                 self._handle()
 
     def _handle(self) -> None:
-        match receive_request(self._sock):
-            case Fork(spec):
-                self._fork(spec)
-            case Kill(pid) if pid in self._children:
-                os.kill(pid, signal.SIGKILL)
+        self._fork(receive_request(self._sock).spec)
 
     def _fork(self, spec: WorkerSpec) -> None:
         sys.stdout.flush()

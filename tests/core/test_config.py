@@ -171,7 +171,7 @@ def test_a_bare_config_has_the_same_answers() -> None:
         ("cluster.heartbeat_timeout_s=1", "heartbeat_timeout_s: 1.0 is not above"),
         ("mempool.hbm_mb=0", "mempool.hbm_mb: 0"),
         ("mempool.layout=diagonal", "allowed: auto, block_first, layer_first"),
-        ("transfer.link=pigeon", "allowed: auto, shm"),
+        ("transfer.reservation_s=0", "transfer.reservation_s: 0"),
         ("scheduler.max_attempts=0", "scheduler.max_attempts: 0"),
         ("engine.max_modl_len=1", "unknown engine argument, did you mean 'engine.max_model_len'"),
         ("engine.qqq=1", "engine.qqq: unknown engine argument; allowed: the fields of vLLM"),

@@ -45,7 +45,7 @@ from memserve.messages import (
     TransmitFailed,
 )
 from memserve.types import InstanceId, RequestId, TransferId
-from memserve.workers.spec import Kill, receive_notice, send_frame
+from memserve.workers.spec import receive_notice
 from tests.integration.worker_harness import BLOCK, DEADLINE_S, ENGINE, Rig, request_bytes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -534,9 +534,8 @@ def test_each_end_is_reported_once_with_its_cause(spare: Rig) -> None:
     assert spare.exit_of(pids["PD2"]) == 0
     os.kill(pids["PD3"], signal.SIGTERM)
     assert spare.exit_of(pids["PD3"]) == 0
-    send_frame(spare.sock, Kill(pids["PD4"]))
+    os.kill(pids["PD4"], signal.SIGKILL)
     assert spare.exit_of(pids["PD4"]) == -signal.SIGKILL
-    send_frame(spare.sock, Kill(pids["PD4"]))  # gone: must not hit anybody else
     # The zygote still answers, and has nothing more to say about them.
     pid = spare.fork(spare.spec("PD5", model="/nowhere"))
     assert spare.exit_of(pid) == 2
