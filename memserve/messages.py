@@ -38,6 +38,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from memserve import changes
 from memserve.errors import ProtocolError
 from memserve.types import BlockId, Geometry, InstanceId, RequestId, TransferId
 
@@ -179,6 +180,10 @@ class Audit(Command, frozen=True, tag=True):
 
 class ResetCache(Command, frozen=True, tag=True):
     """Drop all historical KV that nobody holds."""
+
+
+class SendSnapshot(Command, frozen=True, tag=True):
+    """Describe the whole index; answered by `CacheSnapshot`s."""
 
 
 class Stop(Command, frozen=True, tag=True):
@@ -353,6 +358,28 @@ class LinkReady(Event, frozen=True, tag=True):
     error: str | None = None
 
 
+class CacheChanged(Event, frozen=True, tag=True):
+    """What one step changed in the index, in order.
+
+    `sequence` counts these events from 1 in each life of the instance: a gap means that some were
+    lost, and asks for a `SendSnapshot`.
+    """
+
+    sequence: int
+    changes: list[changes.AnyChange]
+
+
+class CacheSnapshot(Event, frozen=True, tag=True):
+    """A part of the whole index, as it is after the `CacheChanged` of this sequence number.
+
+    Parents come before their children. The parts follow each other without anything between them.
+    """
+
+    sequence: int
+    changes: list[changes.Inserted]
+    is_last: bool
+
+
 class Audited(Event, frozen=True, tag=True):
     """The pool's accounting. `problems` is empty when every block has exactly one owner."""
 
@@ -375,6 +402,7 @@ AnyCommand: TypeAlias = (
     | PeerLost
     | Audit
     | ResetCache
+    | SendSnapshot
     | Stop
 )
 AnyEvent: TypeAlias = (
@@ -393,6 +421,8 @@ AnyEvent: TypeAlias = (
     | Inserted
     | InsertFailed
     | LinkReady
+    | CacheChanged
+    | CacheSnapshot
     | Audited
 )
 

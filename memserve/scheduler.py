@@ -48,7 +48,15 @@ from memserve.core.prompt_tree import PromptTree
 from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
 from memserve.errors import InstanceLostError, MemServeError, UnavailableError
 from memserve.frontend.service import OutputSink
-from memserve.messages import AnyCommand, Sent, Tokens, Transmit, TransmitFailed
+from memserve.messages import (
+    AnyCommand,
+    CacheChanged,
+    CacheSnapshot,
+    Sent,
+    Tokens,
+    Transmit,
+    TransmitFailed,
+)
 from memserve.status import Counters, LinkStatus
 from memserve.types import Caching, InstanceId, RequestId, Role
 
@@ -202,8 +210,12 @@ class GlobalScheduler:
         if not self._can_place(self._roles.keys() - self._hopeless):
             self._refuse_waiting(lambda _: True, "no instance is left that could serve it")
 
-    def on_event(self, seat: Seat, event: WorkerEvent | Tokens) -> None:
+    def on_event(
+        self, seat: Seat, event: WorkerEvent | Tokens | CacheChanged | CacheSnapshot
+    ) -> None:
         """One event of a living instance."""
+        if isinstance(event, CacheChanged | CacheSnapshot):
+            return
         if isinstance(event, Tokens):
             self._on_tokens(event)
             return

@@ -57,9 +57,27 @@ class Caching(enum.Enum):
         return self is Caching.FULL
 
 
+class Medium(enum.Enum):
+    """Where a KV block's data is."""
+
+    HBM = "hbm"
+    """The engine's own KV memory (on CPU: ordinary memory, in the same place)."""
+    DRAM = "dram"
+    """Host memory beside it: has to be swapped in before a request can use it."""
+
+
+class Namespace(msgspec.Struct, frozen=True, array_like=True):
+    """Who may share KV: only requests of equal namespaces find each other's blocks."""
+
+    cache_salt: str | None = None
+    lora_name: str | None = None
+
+
 class Direction(enum.Enum):
     """Which way a request's KV travels."""
 
+    FETCH = "fetch"
+    """Another instance → P: history that P lacks, before the prefill."""
     FORWARD = "forward"
     """P → D: the prompt's KV."""
     BACK = "back"

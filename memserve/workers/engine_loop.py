@@ -38,6 +38,7 @@ from memserve.messages import (
     Refused,
     Rejected,
     ResetCache,
+    SendSnapshot,
     Started,
     Stop,
     TokenOutput,
@@ -181,6 +182,8 @@ class EngineLoop:
                 self._audit(command)
             case ResetCache():
                 logger.info("dropped %d historical blocks", self._mempool.reset())
+            case SendSnapshot():
+                pass
             case Stop():
                 self._is_stopping = True
 

@@ -7,7 +7,7 @@ import typing
 import msgspec
 import pytest
 
-from memserve import messages
+from memserve import changes, messages
 from memserve.errors import ProtocolError
 from memserve.messages import (
     AnyCommand,
@@ -20,12 +20,18 @@ from memserve.messages import (
     decode_event,
     encode,
 )
-from memserve.types import InstanceId, RequestId
+from memserve.types import InstanceId, Medium, Namespace, RequestId
 from tests.core.test_types import BLOCK_FIRST
 
 COMMANDS = typing.get_args(AnyCommand)
 EVENTS = typing.get_args(AnyEvent)
 
+CHANGES: list[changes.AnyChange] = [
+    changes.Inserted(Namespace("salt", "lora"), None, 1, b"\x00" * 64, Medium.HBM),
+    changes.Swapped([(1, 1)], Medium.DRAM),
+    changes.Evicted([(1, 1)]),
+    changes.Cleared(),
+]
 STATS = messages.PoolStats(*range(11))
 EXAMPLES: dict[object, object] = {
     int: 7,
@@ -40,6 +46,8 @@ EXAMPLES: dict[object, object] = {
     list[TokenOutput]: [TokenOutput(RequestId("r1"), 1, [5], "stop")],
     type(BLOCK_FIRST): BLOCK_FIRST,
     messages.PoolStats: STATS,
+    list[changes.AnyChange]: CHANGES,
+    list[changes.Inserted]: CHANGES[:1],
     typing.Optional[str]: "salt",  # noqa: UP045
 }
 
