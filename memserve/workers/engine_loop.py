@@ -46,12 +46,12 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import BlockId, InstanceId, RequestId
+from memserve.types import BlockId, InstanceId, Namespace, RequestId
 from memserve.workers.compat import Engine, EngineCodec, complete_tokens
 from memserve.workers.mempool import MemPool, Prefix
 from memserve.workers.records import Record, Records
 from memserve.workers.requests import decode_request, prefill_request
-from memserve.workers.transfer import Transfers, namespace
+from memserve.workers.transfer import Transfers, private_namespace
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -230,7 +230,9 @@ class EngineLoop:
             self._check_length(record)
             request = self._codec.decode_request(command.request)
             salt = request.cache_salt
-            build(request, engine_id, namespace(record.id, salt) if record.is_private else salt)
+            if record.is_private:
+                salt = private_namespace(record.id, Namespace(salt)).cache_salt
+            build(request, engine_id, salt)
             self._records.enter_engine(record, engine_id)
             self._engine.add(request)
         except RequestError as error:

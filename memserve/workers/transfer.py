@@ -41,14 +41,15 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import BlockId, Geometry, InstanceId, RequestId, TransferId
+from memserve.types import BlockId, Geometry, InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.links.base import Completion, Link, LinkOpener, require_compatible
 from memserve.workers.mempool import MemPool, Prefix
 
 
-def namespace(request_id: RequestId, cache_salt: str | None) -> str:
-    """The cache salt under which a private request's KV is indexed, so that no other finds it."""
-    return f"memserve/private\0{request_id}\0{cache_salt or ''}"
+def private_namespace(request_id: RequestId, namespace: Namespace) -> Namespace:
+    """Where a private request's KV is indexed instead, so that no other finds it."""
+    salt = f"memserve/private\0{request_id}\0{namespace.cache_salt or ''}"
+    return Namespace(cache_salt=salt, lora_name=namespace.lora_name)
 
 
 def reservation_owner(transfer_id: TransferId) -> str:
@@ -140,10 +141,10 @@ class Transfers:
         if transfer_id in self._reservations:
             self._refuse(transfer_id, "the transfer has a reservation already")
             return
-        salt = command.cache_salt
+        namespace = command.namespace
         if command.is_private:
-            salt = namespace(command.request_id, salt)
-        prefix = self._mempool.prefix(token_ids, salt)
+            namespace = private_namespace(command.request_id, namespace)
+        prefix = self._mempool.prefix(token_ids, namespace.cache_salt)
         hit_ids = self._mempool.match_prefix(prefix)
         owner = reservation_owner(transfer_id)
         # The hits first: what alloc_mem evicts must not be among them.

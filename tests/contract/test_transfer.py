@@ -19,8 +19,8 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import BlockId, Direction, InstanceId, RequestId, TransferId
-from memserve.workers.transfer import namespace
+from memserve.types import BlockId, Direction, InstanceId, Namespace, RequestId, TransferId
+from memserve.workers.transfer import private_namespace
 from tests.contract.link_rig import BLOCK_SIZE, geometry
 from tests.contract.transfer_rig import DEADLINE_S, Node, allocate, prompt
 
@@ -64,7 +64,11 @@ class Pair:
 
     def check(self, *prompts: list[int]) -> None:
         self.p.check(*prompts)
-        self.d.check(*prompts, salts=(None, namespace(R, None)))
+        self.d.check(*prompts, salts=(None, private_salt(R)))
+
+
+def private_salt(request_id: RequestId, salt: str | None = None) -> str | None:
+    return private_namespace(request_id, Namespace(salt)).cache_salt
 
 
 def order(allocated: Allocated) -> Transmit:
@@ -199,14 +203,14 @@ def test_the_kv_comes_back_and_makes_the_next_turn_a_hit(pair: Pair) -> None:
 
 def test_private_kv_is_found_by_its_request_alone_and_deleted_with_it(pair: Pair) -> None:
     tokens = prompt(16)
-    salt = namespace(R, None)
+    salt = private_salt(R)
     pair.prefill(tokens)
     pair.transmit(pair.allocate(tokens, is_private=True))
     pair.commit(pair.p.only(Sent))
     pair.check(tokens)
     assert pair.d.mempool.match(tokens) == []
-    assert pair.d.mempool.match(tokens, namespace(RequestId("other"), None)) == []
-    assert pair.d.mempool.match(tokens, namespace(R, "salt")) == []
+    assert pair.d.mempool.match(tokens, private_salt(RequestId("other"))) == []
+    assert pair.d.mempool.match(tokens, private_salt(R, "salt")) == []
     assert len(pair.d.mempool.match(tokens, salt)) == 4
     pair.d.abort(R)
     assert pair.d.mempool.match(tokens, salt) == []

@@ -36,8 +36,8 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import BlockId, Direction, RequestId, TransferId
-from memserve.workers.transfer import namespace
+from memserve.types import BlockId, Direction, Namespace, RequestId, TransferId
+from memserve.workers.transfer import private_namespace
 from tests.contract.link_rig import BLOCK_SIZE
 from tests.contract.transfer_rig import DEADLINE_S, Node, allocate, prompt
 
@@ -75,7 +75,9 @@ class Flow(msgspec.Struct):
 
     @property
     def salt(self) -> str | None:
-        return namespace(self.request_id, None) if self.is_private else None
+        if not self.is_private:
+            return None
+        return private_namespace(self.request_id, Namespace()).cache_salt
 
 
 class TransferMachine(RuleBasedStateMachine):

@@ -41,13 +41,13 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import InstanceId, RequestId, TransferId
+from memserve.types import InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.compat import Engine, EngineCodec, complete_tokens
 from memserve.workers.engine_loop import EngineLoop
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
 from memserve.workers.requests import decode_request, prefill_request
-from memserve.workers.transfer import Transfers, namespace
+from memserve.workers.transfer import Transfers, private_namespace
 from tests.contract.link_rig import BLOCK_SIZE, buffer_bytes, geometry
 from tests.contract.transfer_rig import FakeClock, make_hasher, make_pool, prompt
 from tests.integration.worker_harness import request_bytes
@@ -274,7 +274,7 @@ def allocate(tokens: list[int], **changes: Any) -> Allocate:
         "request_id": ID,
         "known_tokens": 0,
         "token_ids": tokens,
-        "cache_salt": None,
+        "namespace": Namespace(),
         "is_private": False,
         "deadline_s": 30.0,
     }
@@ -408,7 +408,7 @@ def test_private_kv_is_no_history(bench: Bench) -> None:
     assert only(events, Finished).held_tokens == 12
     stats = bench.audit().stats
     assert (stats.active_blocks, stats.historical_blocks) == (3, 0)  # pinned, and not indexed
-    assert bench.engine.added[0].cache_salt == namespace(ID, None)
+    assert bench.engine.added[0].cache_salt == private_namespace(ID, Namespace()).cache_salt
     bench.run(Abort(epoch=1, request_id=ID))
     stats = bench.audit().stats
     assert stats.free_blocks == stats.total_blocks
