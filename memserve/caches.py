@@ -19,8 +19,8 @@ from typing import Literal, TypeAlias
 from memserve.core.cache_follower import CacheFollower
 from memserve.core.following_tree import FollowingTree
 from memserve.core.guessing_tree import GuessingTree
-from memserve.core.prompt_tree import Match
 from memserve.core.tokens import Path
+from memserve.core.tree_parts import Match
 from memserve.core.vocabulary import Seat
 from memserve.messages import AnyCommand, CacheChanged, CacheSnapshot, SendSnapshot
 from memserve.types import InstanceId
@@ -54,6 +54,11 @@ class Caches:
             if freshness == "events"
             else GuessingTree(block_size, instances, max_blocks, ttl_s)
         )
+
+    @property
+    def is_guessing(self) -> bool:
+        """Whether `learn` is of use."""
+        return isinstance(self._tree, GuessingTree)
 
     def match(self, path: Path) -> Match:
         """How much of a prompt each instance holds."""

@@ -152,9 +152,7 @@ class CacheFollower:
         return problems
 
 
-def _index(
-    changes: list[Inserted], block_size: int
-) -> dict[int, tuple[int | None, bytes, Medium]]:
+def _index(changes: list[Inserted], block_size: int) -> dict[int, tuple[int | None, bytes, Medium]]:
     """As `FollowingTree.index_of`."""
     index: dict[int, tuple[int | None, bytes, Medium]] = {}
     block_bytes = block_size * TOKEN_BYTES

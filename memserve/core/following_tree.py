@@ -18,8 +18,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
 from memserve.changes import AnyChange, Cleared, Evicted, Inserted, Swapped
-from memserve.core.prompt_tree import Holding, Life, Node, PromptTree
+from memserve.core.prompt_tree import PromptTree
 from memserve.core.tokens import shared_blocks
+from memserve.core.tree_parts import Holding, Life, Node
 from memserve.errors import ProtocolError
 from memserve.types import InstanceId, Medium
 

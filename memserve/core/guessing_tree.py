@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from memserve.core.prompt_tree import Holding, Life, Node, PromptTree
+from memserve.core.prompt_tree import PromptTree
 from memserve.core.tokens import Path, shared_blocks
+from memserve.core.tree_parts import Holding, Life, Node
 from memserve.types import InstanceId
 
 

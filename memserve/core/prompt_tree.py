@@ -3,7 +3,7 @@
 One tree serves all instances, so one walk answers for all of them. The paper: section 6. It has two
 forms, by what they are told: `FollowingTree` (`following_tree.py`) follows the changes of every
 instance's index and knows; `GuessingTree` (`guessing_tree.py`) is told what requests have left
-behind, and forgets by age. This module has what they share: nodes, the walk, and the bound.
+behind, and forgets by age. This module has what they share: the tree, the walk, and the bound.
 
 A radix tree over token ids at the granularity of KV blocks. A node's label is the tokens of one or
 more blocks. Its holders are the lives of instances that hold some of its first blocks: an index is
@@ -24,138 +24,18 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from memserve.core.tokens import TOKEN_BYTES, Path, shared_blocks
+from memserve.core.tree_parts import Holding, Life, Match, Node, Root
 from memserve.types import InstanceId, Namespace
 
 _FEW = 16
 """Up to so many holders are counted one by one; more, as one array."""
 _TIDY_PER_CALL = 64
-
-
-class Life:
-    """One life of an instance, as the tree knows it."""
-
-    __slots__ = ("holdings", "instance", "is_over", "slot")
-
-    def __init__(self, instance: InstanceId, slot: int) -> None:
-        self.instance = instance
-        self.slot = slot
-        """Its place in the arrays of a `Match`."""
-        self.is_over = False
-        self.holdings: set[Holding] = set()
-
-
-class Holding:
-    """The first `num_blocks` blocks of a node, in one life's cache."""
-
-    __slots__ = ("life", "node", "num_blocks")
-
-    def __init__(self, life: Life, node: Node, num_blocks: int = 0) -> None:
-        self.life = life
-        self.node = node
-        self.num_blocks = num_blocks
-
-    def num_dram(self, num_blocks: int) -> int:
-        """How many of the first `num_blocks` blocks are in DRAM alone."""
-        return 0
-
-
-class Node:
-    """Blocks that prompts have in common. `parent` is None for a root, and once cut off."""
-
-    __slots__ = (
-        "_counts",
-        "_counts_version",
-        "children",
-        "holders",
-        "is_entered",
-        "label",
-        "num_swapped",
-        "parent",
-        "used_at",
-    )
-
-    def __init__(self, label: bytes | bytearray, parent: Node | None, used_at: float) -> None:
-        self.label = bytearray(label)
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        """By the first block of their labels."""
-        self.holders: dict[Life, Holding] = {}
-        self.used_at = used_at
-        self.num_swapped = 0
-        """Holdings with blocks in DRAM alone."""
-        self.is_entered = False
-        """Whether the heap of ends has an entry for this node."""
-        self._counts: npt.NDArray[np.int32] | None = None
-        self._counts_version = 0
-
-    def changed(self) -> None:
-        """To be called when what the holders hold has changed."""
-        self._counts = None
-
-    def counts(self, num_slots: int, version: int) -> npt.NDArray[np.int32]:
-        """[num_slots] held blocks; kept until the node changes or a life ends (`version`)."""
-        if self._counts is None or self._counts_version != version:
-            counts = np.zeros(num_slots, np.int32)
-            living = [holding for life, holding in self.holders.items() if not life.is_over]
-            counts[[holding.life.slot for holding in living]] = [
-                holding.num_blocks for holding in living
-            ]
-            self._counts, self._counts_version = counts, version
-        return self._counts
-
-
-class Root(Node):
-    """The beginning of all prompts of a namespace; its label is empty."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: Namespace) -> None:
-        super().__init__(b"", None, 0.0)
-        self.namespace = namespace
-
-
-class Match:
-    """What every instance holds of one prompt's beginning, as it was when asked."""
-
-    __slots__ = ("_end", "_slots", "cached_tokens", "dram_tokens")
-
-    def __init__(
-        self,
-        slots: Mapping[InstanceId, int],
-        cached_tokens: npt.NDArray[np.int32],
-        dram_tokens: npt.NDArray[np.int32],
-        end: Node | None,
-    ) -> None:
-        self._slots = slots
-        self.cached_tokens = cached_tokens
-        """[instances of the tree, in its order]: leading tokens, in any medium."""
-        self.dram_tokens = dram_tokens
-        """[instances]: how many of those are in DRAM alone."""
-        self._end = end
-
-    def cached(self, instance: InstanceId) -> int:
-        """Leading tokens that the instance holds; 0 for one that the tree does not know."""
-        slot = self._slots.get(instance)
-        return 0 if slot is None else int(self.cached_tokens[slot])
-
-    def in_dram(self, instance: InstanceId) -> int:
-        """How many of those are in DRAM alone."""
-        slot = self._slots.get(instance)
-        return 0 if slot is None else int(self.dram_tokens[slot])
-
-    def as_dict(self) -> dict[InstanceId, int]:
-        """Instance → cached tokens, without those that hold nothing."""
-        return {
-            instance: int(self.cached_tokens[slot])
-            for instance, slot in self._slots.items()
-            if self.cached_tokens[slot]
-        }
 
 
 class PromptTree:
@@ -220,8 +100,8 @@ class PromptTree:
 
     def use(self, match: Match, now: float) -> None:
         """A request is served from what was matched: it goes last when the tree is full."""
-        if match._end is not None:
-            match._end.used_at = now
+        if match.end is not None:
+            match.end.used_at = now
 
     def _count(
         self,

@@ -1,4 +1,4 @@
-"""An instance's index as `memserve/changes.py` promises it, small enough to be read as the contract.
+"""An instance's index as `memserve/changes.py` promises it, small enough to be read at once.
 
 Every known prefix is spelt out, with the key of its last block and where that block is. It writes
 the changes that the scheduler's tree follows.
@@ -27,7 +27,7 @@ class IndexModel:
         """All full blocks of the prompt are held afterwards."""
         full = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
         known = self.held(namespace, tokens)
-        new = [end for end in range(known + BLOCK_SIZE, full + 1, BLOCK_SIZE)]
+        new = list(range(known + BLOCK_SIZE, full + 1, BLOCK_SIZE))
         if not new:
             return
         above = self.blocks.get((namespace, tuple(tokens[:known])))
