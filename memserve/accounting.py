@@ -6,12 +6,14 @@ the request's lifecycle, so no path through it can leave a charge behind.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import KeysView, Mapping
 
 import msgspec
 
 from memserve.core.lifecycle import Phase, RequestLifecycle
 from memserve.core.policy import InstanceView
+from memserve.core.tree_parts import Match
 from memserve.core.vocabulary import Seat
 from memserve.messages import Sent, Transmit, TransmitFailed
 from memserve.status import Counters, LinkStatus
@@ -27,6 +29,8 @@ class Member(msgspec.Struct):
     """Prompt tokens placed here and not yet computed."""
     running_requests: int = 0
     running_tokens: int = 0
+    is_open: bool = True
+    """Whether it may be given more (`Members`)."""
 
 
 class _Charge(msgspec.Struct, frozen=True):
@@ -38,9 +42,16 @@ class _Charge(msgspec.Struct, frozen=True):
 
 
 class Members:
-    """The ready instances and what each has to do."""
+    """The ready instances and what each has to do.
 
-    def __init__(self) -> None:
+    An instance has enough to do, and is not open to more, while it has `max_running` requests or
+    `max_queued_tokens` prompt tokens to compute.
+    """
+
+    def __init__(self, max_running: int, max_queued_tokens: int) -> None:
+        self._max_running = max_running
+        self._max_queued_tokens = max_queued_tokens
+        self._num_open: Counter[Role] = Counter()
         self._members: dict[InstanceId, Member] = {}
         self._charges: dict[RequestId, tuple[_Charge, ...]] = {}
 
@@ -59,18 +70,25 @@ class Members:
         """The present life of a ready instance. Raises: KeyError."""
         return self._members[instance].seat
 
+    @property
+    def open_roles(self) -> set[Role]:
+        """Roles with an instance that is open to more."""
+        return {role for role, count in self._num_open.items() if count}
+
     def add(self, seat: Seat, role: Role) -> None:
         self._members[seat.instance] = Member(seat, role)
+        self._num_open[role] += 1
 
     def remove(self, seat: Seat) -> bool:
         """Whether this life was a member."""
         if seat not in self:
             return False
-        del self._members[seat.instance]
+        member = self._members.pop(seat.instance)
+        self._num_open[member.role] -= member.is_open
         return True
 
-    def views(self, matches: Mapping[InstanceId, int]) -> list[InstanceView]:
-        """What the policy sees; `matches`: instance → cached tokens of the prompt."""
+    def views(self, match: Match) -> list[InstanceView]:
+        """What the policy sees: the instances that are open to more."""
         return [
             InstanceView(
                 instance=member.seat.instance,
@@ -78,9 +96,10 @@ class Members:
                 queued_tokens=member.queued_tokens,
                 running_requests=member.running_requests,
                 running_tokens=member.running_tokens,
-                cached_tokens=matches.get(member.seat.instance, 0),
+                cached_tokens=match.cached(member.seat.instance),
             )
             for member in self._members.values()
+            if member.is_open
         ]
 
     def charge(self, lifecycle: RequestLifecycle, missing_tokens: int) -> None:
@@ -101,6 +120,16 @@ class Members:
                     member.queued_tokens += sign * charge.queued_tokens
                     member.running_tokens += sign * charge.running_tokens
                     member.running_requests += sign
+                    self._reckon(member)
+
+    def _reckon(self, member: Member) -> None:
+        """See whether it is open still, or again."""
+        was_open = member.is_open
+        member.is_open = (
+            member.running_requests < self._max_running
+            and member.queued_tokens < self._max_queued_tokens
+        )
+        self._num_open[member.role] += member.is_open - was_open
 
 
 def _charges(lifecycle: RequestLifecycle, missing_tokens: int) -> tuple[_Charge, ...]:

@@ -41,7 +41,9 @@ MAY_IMPORT: dict[str, str] = {
     "zygote_process": "errors types workers.spec",
     "cluster": "core errors messages status types workers.spec zygote_process",
     "accounting": "core messages status types",
-    "scheduler": "accounting core errors frontend.service messages status types",
+    "active": "core types",
+    "caches": "core messages types",
+    "scheduler": "accounting active caches core errors frontend.service messages status types",
     # the front end says in `service` what it needs of the others, and sees no more of them
     "frontend": "core.delivery core.vocabulary errors frontend messages types",
     "frontend.service": "core.delivery core.vocabulary errors status types",
