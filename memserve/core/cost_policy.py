@@ -32,12 +32,11 @@ from memserve.core.policy import (
     Demand,
     Eligible,
     FetchChoice,
-    Number,
     Placement,
-    Reason,
     Split,
     eligible,
 )
+from memserve.core.timeline import Detail, Number
 
 _TIE = 0.01
 _TIE_S = 50e-6
@@ -137,7 +136,7 @@ class CostPolicy:
         return exec_s
 
     def _sources(self, usable: Counts, loads: Loads) -> list[int]:
-        """Who holds most (of these the one that sends least), and a less busy one, if it is busy."""
+        """Who holds most (of those, who sends least), and an idler one if that is busy."""
         most = int(usable.max(initial=0))
         if most == 0:
             return []
@@ -196,7 +195,7 @@ class CostPolicy:
     # ── the answer ────────────────────────────────────────────────────────────────────────────
 
     def _placement(
-        self, loads: Loads, firsts: _Firsts, first: int, decode: int | None, reason: Reason
+        self, loads: Loads, firsts: _Firsts, first: int, decode: int | None, reason: Detail
     ) -> Placement:
         fetch = None
         if fetched := int(firsts.fetched[first]):
@@ -211,7 +210,7 @@ class CostPolicy:
 
     def _reason(
         self, demand: Demand, loads: Loads, can: Eligible, firsts: _Firsts, load_s: Seconds
-    ) -> Reason:
+    ) -> Detail:
         """The best candidates of each kind, with their terms."""
         computing = _best(firsts.total_s, can.whole | can.prefill)
         generating = _best(load_s, can.decode & ~can.whole)
@@ -264,15 +263,11 @@ def _least(seconds: Seconds, mask: Bools, loads: Loads) -> int:
     """The least of the masked ones; near ties by load and by the pool's emptiness."""
     masked = np.where(mask, seconds, np.inf)
     least = float(masked.min())
-    close = np.flatnonzero(masked <= least * (1 + _TIE) + _TIE_S).tolist()
+    close = np.flatnonzero(masked <= least * (1 + _TIE) + _TIE_S)
     if len(close) == 1:
         return int(close[0])
-    return int(
-        min(
-            close,
-            key=lambda slot: (loads.num_requests[slot], -loads.empty_tokens[slot], slot),
-        )
-    )
+    order = np.lexsort((close, -loads.empty_tokens[close], loads.num_requests[close]))
+    return int(close[order[0]])
 
 
 def _best(seconds: Seconds, mask: Bools) -> list[int]:

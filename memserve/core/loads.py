@@ -78,7 +78,7 @@ class Loads:
         self.is_ready[slot] = self.is_open[slot] = True
 
     def end(self, instance: InstanceId) -> None:
-        """A life is over, and with it all that it had to do."""
+        """A life is over, and with it all that it had to do (transfers apart: they are answered)."""
         slot = self.slots[instance]
         self.is_ready[slot] = self.is_open[slot] = False
         for counts in (
@@ -86,8 +86,6 @@ class Loads:
             self.num_prefills,
             self.queued_tokens,
             self.context_tokens,
-            self.sending_bytes,
-            self.receiving_bytes,
         ):
             counts[slot] = 0
         self.free_tokens[slot] = self.empty_tokens[slot] = _UNKNOWN

@@ -23,19 +23,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from memserve.core.loads import Bools, Loads
+from memserve.core.timeline import Detail
 from memserve.errors import UnavailableError
 from memserve.types import InstanceId, Role
-
-Number: TypeAlias = str | int | float
-Reason: TypeAlias = dict[str, Number | list[dict[str, Number]]]
-"""Why: the policy, and the candidates with their terms (seconds, tokens)."""
 
 _SESSION_BLOCKS = 8
 
@@ -88,7 +85,8 @@ class Placement(msgspec.Struct, frozen=True):
     fetch: FetchChoice | None
     cached_tokens: int
     """That `first` will have of the prompt when it computes the rest."""
-    reason: Reason
+    reason: Detail
+    """Why: the policy, and the candidates with their terms (seconds, tokens)."""
 
 
 class Policy(Protocol):

@@ -13,7 +13,8 @@ from typing import TypeAlias
 import numpy as np
 
 from memserve.core.loads import Bools, Loads
-from memserve.core.policy import Demand, Number, Placement, Split, eligible
+from memserve.core.policy import Demand, Placement, Split, eligible
+from memserve.core.timeline import Number
 from memserve.types import InstanceId
 
 Rank: TypeAlias = tuple[int | float, ...]
