@@ -212,7 +212,7 @@ class Forest:
             freed.add(tier.medium, tier.cut(node, offset))
         self._tell_left(node, node.keys[offset:])
         if not offset:
-            parent, node.parent = node.parent, None
+            parent = node.parent
             del parent.children[bytes(node.label[: self.block_bytes])]
             self.num_nodes -= 1
             if parent.parent is None and not parent.children:

@@ -64,13 +64,13 @@ class Node:
         """The blocks have no place yet."""
         self.tree = tree
         self.parent = parent
-        """None for a root, and for what has left the tree."""
+        """None for a root."""
         self.start = start
         """Blocks above this node."""
         self.label = bytearray(label)
         """The packed tokens of its blocks."""
         self.keys = keys
-        """One for each block; they rise on the way down."""
+        """One for each block; they rise on the way down. None: a root, or it has left the tree."""
         self.shares = tuple(Share(array("i", [ABSENT]) * len(keys), 0) for _ in Medium)
         """By `Tier.index`."""
         self.children: dict[bytes, Node] = {}
@@ -120,8 +120,7 @@ class Node:
             share.places.extend(array("i", [ABSENT]) * len(keys))
 
     def take_apart(self) -> None:
-        """It has left the tree: cursors see that, and a queue's entry keeps no memory."""
-        self.parent = None
+        """It has left the tree. Who still has it finds the way up, and keeps no more memory."""
         self.label = bytearray()
         self.keys = array("q")
         self.children = {}

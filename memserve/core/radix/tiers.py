@@ -172,7 +172,7 @@ class Tier:
     def tidy(self, num_nodes: int) -> None:
         """Drop entries of nodes that are gone, once they are the greater part."""
         if len(self._queue) > 2 * num_nodes + 64:
-            self._queue = [entry for entry in self._queue if entry[2].parent is not None]
+            self._queue = [entry for entry in self._queue if entry[2].keys]
             heapq.heapify(self._queue)
 
     def oldest(self, num_blocks: int, touched_before_s: float) -> list[int]:
@@ -200,7 +200,7 @@ class Tier:
         while queue:
             touched_s, _, node = queue[0]
             share = self.share(node)
-            if not share.num or share.below or node.parent is None:
+            if not share.num or share.below:
                 heapq.heappop(queue)
                 share.is_queued = False
             elif touched_s != node.touched_s:
