@@ -23,7 +23,7 @@ class Tree:
     def __init__(self, namespace: Namespace, *, is_published: bool) -> None:
         self.namespace = namespace
         self.is_published = is_published
-        self.root = Node(self, None, 0, b"", array("q"))
+        self.root = Node(self, None, 0, b"", array("q"), 0)
 
 
 class Share:
@@ -49,6 +49,7 @@ class Node:
         "children",
         "keys",
         "label",
+        "number",
         "parent",
         "referenced_below",
         "references",
@@ -59,10 +60,18 @@ class Node:
     )
 
     def __init__(
-        self, tree: Tree, parent: Node | None, start: int, label: bytes, keys: array[int]
+        self,
+        tree: Tree,
+        parent: Node | None,
+        start: int,
+        label: bytes,
+        keys: array[int],
+        number: int,
     ) -> None:
         """The blocks have no place yet."""
         self.tree = tree
+        self.number = number
+        """Later nodes have higher ones; roots have 0."""
         self.parent = parent
         """None for a root."""
         self.start = start

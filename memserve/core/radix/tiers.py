@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -15,7 +14,7 @@ from memserve.core.radix.nodes import ABSENT, Node, Share
 from memserve.types import Medium
 
 _Entry: TypeAlias = tuple[float, int, Node]
-"""A time at which the node had been touched, the order of entry, an end."""
+"""A time at which the node had been touched, its number, the node."""
 
 
 class Tier:
@@ -36,7 +35,6 @@ class Tier:
         self.depths = array("i")
         """By place: blocks above the one that lies there; meaningless where `nodes` has None."""
         self._queue: list[_Entry] = []
-        self._numbers = itertools.count()
 
     def share(self, node: Node) -> Share:
         """What this medium holds of the node."""
@@ -235,4 +233,4 @@ class Tier:
             node = parent
 
     def _entry(self, node: Node) -> _Entry:
-        return (node.touched_s, next(self._numbers), node)
+        return (node.touched_s, node.number, node)
