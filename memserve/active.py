@@ -21,6 +21,8 @@ class Active(msgspec.Struct):
     """The prompt's tokens, as the trees compare them: packed once."""
     missing_tokens: int = 0
     """Prompt tokens that its first instance has to compute, as far as the tree knows."""
+    prefill_s: float = 0.0
+    """How long it takes for that, by the cost model."""
 
     @property
     def num_tokens(self) -> int:

@@ -24,12 +24,14 @@ import msgspec
 from memserve.accounting import Members, Totals, Traffic
 from memserve.active import Active, request_of
 from memserve.caches import Caches, Freshness
-from memserve.core import policy
 from memserve.core.admission import AdmissionQueue
+from memserve.core.cost_model import CostModel
 from memserve.core.delivery import Delivery
 from memserve.core.lifecycle import Phase, RequestLifecycle
+from memserve.core.policies import PolicyName, make_policy
+from memserve.core.policy import Demand, Placement, Split, can_place, session_key
 from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
-from memserve.core.tokens import pack
+from memserve.core.tokens import TOKEN_BYTES, pack
 from memserve.core.vocabulary import (
     Action,
     AnyInput,
@@ -37,6 +39,7 @@ from memserve.core.vocabulary import (
     Deliver,
     Ended,
     Fail,
+    Fetch,
     InstanceLost,
     Learned,
     Limits,
@@ -81,6 +84,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     tree_ttl_s: float
     tree_max_blocks: int
     reservation_s: float
+    policy: PolicyName
+    split: Split
+    link: str
+    """The kind of the links between instances, as the cost model calls it."""
 
 
 class GlobalScheduler:
@@ -92,20 +99,23 @@ class GlobalScheduler:
         roles: Mapping[InstanceId, Role],
         send: Callable[[Seat, AnyCommand], None],
         clock: Callable[[], float],
+        cost: CostModel,
     ) -> None:
         self._settings = settings
         self._roles = dict(roles)
         self._send = send
         self._clock = clock
         self._sink: OutputSink | None = None
-        self._members = Members(settings.max_running, settings.max_queued_tokens)
+        self._cost = cost
+        self._policy = make_policy(settings.policy, settings.split, cost, settings.link)
+        self._members = Members(self._roles, cost, settings.max_running, settings.max_queued_tokens)
         self._hopeless: set[InstanceId] = set()
         self._caches: Caches | None = None
         self._limits: Limits | None = None
         self._requests: dict[RequestId, Active] = {}
         self._queue = AdmissionQueue(settings.max_waiting)
         self._timelines = TimelineStore(settings.timeline_requests)
-        self._traffic = Traffic()
+        self._traffic = Traffic(self._members.loads)
         self._totals = Totals()
         self._is_closing = False
         self.idle = asyncio.Event()
@@ -276,8 +286,9 @@ class GlobalScheduler:
 
     def load(self, instance: InstanceId) -> tuple[int, int]:
         """(queued prompt tokens, running requests) as counted here; zeros if it is not ready."""
-        member = self._members.get(instance)
-        return (member.queued_tokens, member.running_requests) if member else (0, 0)
+        loads = self._members.loads
+        slot = loads.slots[instance]
+        return int(loads.queued_tokens[slot]), int(loads.num_requests[slot])
 
     def counters(self) -> Counters:
         """Totals since the start, and what runs and waits now."""
@@ -291,11 +302,11 @@ class GlobalScheduler:
     # ── placing ───────────────────────────────────────────────────────────────────────────────
 
     def _can_place(self, instances: Collection[InstanceId]) -> bool:
-        """Whether these instances could serve a request: a whole one, or a P and a D."""
+        """Whether these instances could serve a request."""
         return self._can_place_roles({self._roles[instance] for instance in instances})
 
     def _can_place_roles(self, roles: Collection[Role]) -> bool:
-        return Role.COLOCATED in roles or (Role.PREFILL in roles and Role.DECODE in roles)
+        return can_place(roles, self._settings.split)
 
     def _has_room(self) -> bool:
         """Whether a request could be placed now, on instances that have not enough to do yet."""
@@ -314,21 +325,42 @@ class GlobalScheduler:
         lifecycle = active.lifecycle
         num_tokens = active.num_tokens
         match = self._caches.match(active.path(self._limits.block_size))
-        placement = policy.place(num_tokens, self._members.views(match))
-        first = self._members.seat(placement.first)
-        decode = self._members.seat(placement.decode) if placement.decode is not None else None
-        active.missing_tokens = num_tokens - match.cached(placement.first)
-        active.timeline.note("placed", self._clock(), first.instance, placement.reason)
-        self._carry_out(active, lifecycle.place(self._plan(first, decode)))
+        block_size = self._limits.block_size
+        demand = Demand(
+            num_tokens=num_tokens,
+            cached_tokens=match.cached_tokens,
+            dram_tokens=match.dram_tokens,
+            expected_tokens=min(lifecycle.remaining_tokens, self._totals.mean_generated_tokens),
+            session=session_key(lifecycle.spec.session, active.packed, block_size * TOKEN_BYTES),
+            now=self._clock(),
+            may_fetch=self._settings.caching.prefill_keeps,
+            block_size=block_size,
+        )
+        placement = self._policy.place(demand, self._members.loads)
+        active.missing_tokens = num_tokens - placement.cached_tokens
+        active.prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
+        active.timeline.note("placed", demand.now, placement.first, placement.reason)
+        self._carry_out(active, lifecycle.place(self._plan(placement)))
 
-    def _plan(self, first: Seat, decode: Seat | None) -> Plan:
+    def _plan(self, placement: Placement) -> Plan:
         caching = self._settings.caching
+        decode, fetch = placement.decode, placement.fetch
+        keeps = (
+            caching.decode_keeps
+            if self._roles[placement.first] is Role.DECODE
+            else caching.prefill_keeps
+        )
         return Plan(
-            first=first,
-            decode=decode,
-            first_is_private=not caching.prefill_keeps,
+            first=self._members.seat(placement.first),
+            decode=self._members.seat(decode) if decode is not None else None,
+            first_is_private=not keeps,
             decode_is_private=not caching.decode_keeps,
             returns=decode is not None and caching.decode_returns,
+            fetch=(
+                Fetch(self._members.seat(fetch.source), fetch.num_tokens)
+                if fetch is not None and keeps
+                else None
+            ),
         )
 
     def _refuse(self, waiting: Iterable[RequestId], error: MemServeError) -> None:
@@ -404,7 +436,7 @@ class GlobalScheduler:
                         self.idle.set()
                 case Deliver():
                     pass  # the caller's: it has the payload
-        self._members.charge(active.lifecycle, active.missing_tokens)
+        self._members.charge(active.lifecycle, active.missing_tokens, active.prefill_s, now)
 
     def _send_command(self, action: Send) -> None:
         """Commands to an earlier life of an instance go nowhere."""
@@ -412,7 +444,10 @@ class GlobalScheduler:
         if seat in self._members:
             self._send(seat, action.command)
         if isinstance(action.command, Transmit):
-            self._traffic.ordered(action.instance, action.command)
+            assert self._limits is not None
+            num_tokens = len(action.command.block_ids) * self._limits.block_size
+            size_bytes = self._cost.kv_bytes(num_tokens)
+            self._traffic.ordered(action.instance, action.command, size_bytes)
 
     def _learn_cached(self, active: Active, note: Note) -> None:
         """The first prefill said how much of the prompt it found."""

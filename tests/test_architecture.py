@@ -36,6 +36,8 @@ MAY_IMPORT: dict[str, str] = {
     "config": "config_layers core.mode engine_args errors types",
     "config_text": "config",
     "models": "errors types",
+    "profiles": "config core.builtin core.profile errors models",
+    "calibration": ("config core errors models profiles workers.environment workers.spec"),
     # the orchestrator's parts
     "channel": "core errors messages types",
     "zygote_process": "errors types workers.spec",
@@ -63,7 +65,7 @@ MAY_IMPORT: dict[str, str] = {
         " status tui types units workers.environment workers.spec"
     ),
     "cli": (
-        "config config_text core.mode engine_args errors models orchestrator progress status"
+        "calibration config config_text core.mode engine_args errors models orchestrator progress status"
         " status_client tui tui_text types units"
     ),
     "__main__": "cli",

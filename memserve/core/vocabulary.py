@@ -78,6 +78,8 @@ class RequestSpec(msgspec.Struct, frozen=True):
     """Whose turn it takes, when requests wait: the API key's name."""
     priority: int = 0
     """Lower goes first."""
+    session: str = ""
+    """What the client calls the conversation, if anything."""
 
 
 class Limits(msgspec.Struct, frozen=True):
