@@ -29,7 +29,7 @@ class _Lease(msgspec.Struct):
 
 
 class Owners:
-    """Owner → block ids, in the order in which they were taken, and the owner's lease if it has one."""
+    """Owner → block ids, in the order in which they were taken, and its lease if it has one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: seconds, monotonic."""
@@ -92,7 +92,10 @@ class Owners:
 
     def require(self, owner: str, block_ids: Sequence[BlockId]) -> None:
         """Raises: KeyError unless the owner holds all these."""
-        if missing := Counter(block_ids) - Counter(self._held.get(owner, ())):
+        held = self._held.get(owner, [])
+        if held == block_ids:  # the usual case, and quick
+            return
+        if missing := Counter(block_ids) - Counter(held):
             raise KeyError(f"{owner} does not hold the blocks {sorted(missing)}")
 
     def __contains__(self, owner: str) -> bool:
@@ -119,7 +122,7 @@ class Owners:
         return min((lease.expires_at for lease in self._leases.values()), default=None)
 
     def quarantine(self, owner: str) -> None:
-        """Refuse to drop what the owner holds until `end_lease`. Raises: KeyError without a lease."""
+        """Keep what the owner holds until `end_lease`. Raises: KeyError without a lease."""
         if owner not in self._leases:
             raise KeyError(f"{owner} has no lease")
         self._leases[owner].is_quarantined = True
