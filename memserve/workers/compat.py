@@ -332,7 +332,7 @@ class Engine:
 
 
 def namespace_of(request: Request) -> Namespace:
-    """Who may share the request's KV, as vLLM's own block hashes have it (an empty salt is none)."""
+    """Who may share the request's KV, by vLLM's own rules (an empty salt is none)."""
     lora = request.lora_request
     return Namespace(request.cache_salt or None, None if lora is None else lora.lora_name)
 

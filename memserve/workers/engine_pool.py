@@ -8,7 +8,9 @@ A published block is one that carries a hash there. Hashes are made by vLLM itse
 that is never scheduled, and only when blocks are published: look-ups use MemPool's index.
 
 What this module knows of the BlockPool's inside: the order of its free queue, its table of hashes,
-and which of its calls change hashes. Collaborators: `mempool.py` calls, between the engine's steps or from inside the pool's own calls.
+and which of its calls change hashes.
+
+Collaborators: `mempool.py` calls, between the engine's steps or from inside the pool's own calls.
 """
 
 from __future__ import annotations

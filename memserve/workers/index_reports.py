@@ -4,9 +4,9 @@
                                      flush ─▶ CacheChanged, at the end of each turn of the loop
 
 Changes are collected over a turn of the loop. Those of a step leave after its `Tokens`, which a
-client waits for, but before its `Finished`; those of a commit before its `Inserted`. So when the hub
-hears that KV is there, its prompt trees know it, and the next turn of the conversation is placed by
-what is true now.
+client waits for, but before its `Finished`; those of a commit before its `Inserted`. So when the
+hub hears that KV is there, its prompt trees know it, and the next turn of the conversation is
+placed by what is true now.
 
 Collaborators: `mempool.py` has the changes; all events of a worker go through `send`.
 """

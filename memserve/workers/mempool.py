@@ -11,8 +11,8 @@ so that each reference taken for MemServe has a name, can be dropped by it, and 
 (`owners.py`); and the index over HBM and DRAM (`core/radix.py`), which follows the pool: what the
 engine publishes, evicts and resets by itself is in the index when the pool's call returns.
 
-One block per prefix and medium: where the engine computes again what the index has, its new block is
-retracted, and used by its own request alone. A block that leaves the index takes along what lies
+One block per prefix and medium: where the engine computes again what the index has, its new block
+is retracted, and used by its own request alone. A block that leaves the index takes along what lies
 below it, in the pool as well: nobody could find it any more.
 
 Collaborators: `transfer.py` moves KV between two pools; `engine_loop.py` and `connector.py` call
@@ -73,8 +73,8 @@ class MemPool:
     ) -> None:
         """`reserve_blocks` are never given to `alloc_mem`, so that a running request can go on.
 
-        `clock`: seconds, for leases and the index. `records_changes`: keep what changes in the index
-        for `take_changes`; private namespaces are left out.
+        `clock`: seconds, for leases and the index. `records_changes`: keep what changes in the
+        index for `take_changes`; private namespaces are left out.
         """
         self.block_size = block_size
         self.index = RadixIndex(
@@ -184,7 +184,7 @@ class MemPool:
         token_ids: Sequence[int],
         namespace: Namespace = Namespace(),  # noqa: B008
     ) -> list[BlockId]:
-        """The HBM blocks of the longest prefix that is in HBM. Does not mutate: pin to keep them."""
+        """The blocks of the longest prefix that is in HBM. Does not mutate: pin to keep them."""
         return self.match_path(self.path(token_ids, namespace))
 
     def match_path(self, path: Path) -> list[BlockId]:
@@ -254,7 +254,7 @@ class MemPool:
         return before - self.index.num_blocks
 
     def history(self) -> Iterator[BlockId]:
-        """HBM blocks that hold history, the next to be evicted first. Nothing may change meanwhile."""
+        """Historical HBM blocks, the next to be evicted first. Nothing may change meanwhile."""
         return self._pool.history()
 
     def take_changes(self) -> list[AnyChange]:
@@ -272,7 +272,7 @@ class MemPool:
     # ── what is being computed ────────────────────────────────────────────────────────────────
 
     def step_ended(self, *, is_idle: bool) -> None:
-        """The engine has returned from a step; unless `is_idle`, the next one may be running already.
+        """The engine has returned from a step; unless `is_idle`, the next one may run already.
 
         The engine publishes a block when it schedules its tokens, before their KV is written.
         """

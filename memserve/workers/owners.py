@@ -5,12 +5,13 @@
                                              └─ quarantine ─▶ kept, whatever else is asked for,
                                                               until end_lease
 
-An owner is a name: of a request, of a transfer, of a peer and its epoch. It holds references, so one
-block may be there twice and with several owners. A lease is the deadline of all that an owner holds;
-when it is over, nothing happens by itself: who gave it asks for `due`, and decides. Quarantine is for
-blocks that a link may still be writing: they must not go to anybody else before that is ruled out.
+An owner is a name: of a request, of a transfer, of a peer and its epoch. It holds references, so
+one block may be there twice and with several owners. A lease is the deadline of all that an owner
+holds; when it is over, nothing happens by itself: who gave it asks for `due`, and decides.
+Quarantine is for blocks that a link may still be writing: they must not go to anybody else before
+that is ruled out.
 
-Collaborators: `mempool.py` alone, which takes and drops the references in the pool. Pure bookkeeping.
+Collaborators: `mempool.py` alone, which takes and drops the references in the pool.
 """
 
 from __future__ import annotations
