@@ -71,7 +71,7 @@ def build_app(
     api_keys: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> web.Application:
-    """All routes. `api` gives None until the front end is loaded; without `api_keys` none is asked for."""
+    """All routes. `api` gives None until the front end is loaded; no `api_keys`: none is asked."""
     app = web.Application(
         middlewares=[_errors_as_json, _key_check(api_keys)], client_max_size=max_body_bytes
     )
