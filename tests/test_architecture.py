@@ -45,7 +45,10 @@ MAY_IMPORT: dict[str, str] = {
     "accounting": "core messages status types",
     "active": "core types",
     "caches": "core messages types",
-    "scheduler": "accounting active caches core errors frontend.service messages status types",
+    "placing": "accounting active core types",
+    "scheduler": (
+        "accounting active caches core errors frontend.service messages placing status types"
+    ),
     # the front end says in `service` what it needs of the others, and sees no more of them
     "frontend": "core.delivery core.vocabulary errors frontend messages types",
     "frontend.service": "core.delivery core.vocabulary errors status types",
