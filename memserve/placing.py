@@ -11,7 +11,16 @@ from collections.abc import Collection, Mapping
 from memserve.accounting import Members
 from memserve.active import Active
 from memserve.core.cost_model import CostModel
-from memserve.core.policy import Demand, Placement, Policy, Split, can_place, session_key
+from memserve.core.policy import (
+    Demand,
+    Fetching,
+    Placement,
+    Policy,
+    Split,
+    can_place,
+    session_key,
+    with_fetch,
+)
 from memserve.core.tokens import TOKEN_BYTES
 from memserve.core.tree_parts import Match
 from memserve.core.vocabulary import Fetch, Plan
@@ -25,6 +34,7 @@ class Placer:
         self,
         policy: Policy,
         split: Split,
+        fetching: Fetching,
         caching: Caching,
         cost: CostModel,
         roles: Mapping[InstanceId, Role],
@@ -32,6 +42,7 @@ class Placer:
     ) -> None:
         self._policy = policy
         self._split = split
+        self._fetching = fetching
         self._caching = caching
         self._cost = cost
         self._roles = roles
@@ -57,10 +68,12 @@ class Placer:
             expected_tokens=min(active.lifecycle.remaining_tokens, mean_generated),
             session=session_key(spec.session, active.packed, block_size * TOKEN_BYTES),
             now=now,
-            may_fetch=self._caching.prefill_keeps,
+            may_fetch=self._caching.prefill_keeps and self._fetching is not Fetching.NEVER,
             block_size=block_size,
         )
         placement = self._policy.place(demand, self._members.loads)
+        if demand.may_fetch and self._fetching is Fetching.ALWAYS:
+            placement = with_fetch(placement, demand, self._members.loads)
         active.missing_tokens = num_tokens - placement.cached_tokens
         active.prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
         active.timeline.note("placed", now, placement.first, placement.reason)

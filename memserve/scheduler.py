@@ -29,7 +29,7 @@ from memserve.core.cost_model import CostModel
 from memserve.core.delivery import Delivery
 from memserve.core.lifecycle import Phase, RequestLifecycle
 from memserve.core.policies import PolicyName, make_policy
-from memserve.core.policy import Split
+from memserve.core.policy import Fetching, Split
 from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
 from memserve.core.tokens import pack
 from memserve.core.vocabulary import (
@@ -86,6 +86,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     reservation_s: float
     policy: PolicyName
     split: Split
+    fetching: Fetching
     link: str
     """The kind of the links between instances, as the cost model calls it."""
 
@@ -111,6 +112,7 @@ class GlobalScheduler:
         self._placer = Placer(
             make_policy(settings.policy, settings.split, cost, settings.link),
             settings.split,
+            settings.fetching,
             settings.caching,
             cost,
             self._roles,
