@@ -131,6 +131,28 @@ def test_beyond_the_bound_the_ends_unused_for_longest_go() -> None:
     tree.check_integrity()
 
 
+def test_a_lost_life_of_many_is_seen_by_the_next_walk() -> None:
+    instances = [InstanceId(f"P{number}") for number in range(100)]
+    tree = FollowingTree(BLOCK_SIZE, instances, 1000)
+    for instance in instances:
+        tree.apply(instance, [inserted(None, 1, [1, 1])], 0.0)
+    assert len(tree.match(path_of([1, 1])).as_dict()) == 100
+    tree.drop(instances[6])
+    assert instances[6] not in tree.match(path_of([1, 1])).as_dict()
+
+
+def test_an_end_is_as_fresh_as_what_was_below_it() -> None:
+    tree = FollowingTree(BLOCK_SIZE, INSTANCES, 4)
+    tree.apply(P1, [inserted(None, 1, [1, 1])], 0.0)
+    tree.apply(P0, [inserted(None, 1, [1, 1])], 0.0)
+    tree.apply(P0, [inserted(None, 2, [2, 2])], 1.0)
+    tree.apply(P0, [inserted(1, 3, [3, 3])], 2.0)
+    tree.apply(P0, [Evicted([(3, 1)])], 3.0)
+    tree.apply(P0, [inserted(None, 4, [4, 4, 5, 5, 6, 6])], 4.0)
+    assert tree.match(path_of([2, 2])).as_dict() == {}
+    assert tree.match(path_of([1, 1])).as_dict() == {P0: 2, P1: 2}
+
+
 @pytest.mark.parametrize(
     "changes",
     [

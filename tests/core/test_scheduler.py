@@ -92,6 +92,16 @@ def test_priorities_and_turns_decide_who_is_next() -> None:
     assert rig.placed()[3:] == ["a0", "a1", "a2"]
 
 
+def test_generated_tokens_count_as_given() -> None:
+    rig = rig_of(ONE, max_running=1, max_waiting=10)
+    rig.submit("a0", client="a", length=6)  # and 4 generated: 10
+    rig.submit("b0", client="b", length=9)  # waits, is charged 9 when its turn comes
+    rig.submit("a1", client="a")
+    rig.submit("b1", client="b")
+    rig.run()
+    assert rig.placed() == ["a0", "b0", "a1", "b1"]
+
+
 def test_who_waits_too_long_is_told_why() -> None:
     rig = rig_of(ONE)
     for number in range(3):
@@ -177,13 +187,13 @@ def test_missed_changes_of_a_cache_are_asked_for() -> None:
 @given(st.binary(max_size=400), st.sampled_from(["events", "ttl"]))
 def test_the_books_agree_whatever_happens(data: bytes, freshness: str) -> None:
     """Submits, cancels, deaths and returns at any moment; at the end nobody is owed anything."""
-    rig = Rig(MANY, data, freshness=freshness, max_queued_tokens=12)
+    rig = Rig(MANY, data, freshness=freshness, max_running=1, max_queued_tokens=12)
     rig.start()
     for worker in rig.workers.values():
         worker.faults_left = 2
     for number in range(len(data) * 2):
-        trouble = rig.choices.pick(40)
-        if trouble == 1 and len(rig.truths) < 12:
+        trouble = rig.choices.pick(24)
+        if trouble in (1, 5, 6, 7) and len(rig.truths) < 16:
             length = 1 + rig.choices.pick(11)
             try:
                 rig.submit(str(number), client="ab"[number % 2], length=length)
