@@ -141,16 +141,15 @@ def test_a_lost_life_of_many_is_seen_by_the_next_walk() -> None:
     assert instances[6] not in tree.match(path_of([1, 1])).as_dict()
 
 
-def test_an_end_is_as_fresh_as_what_was_below_it() -> None:
-    tree = FollowingTree(BLOCK_SIZE, INSTANCES, 4)
-    tree.apply(P1, [inserted(None, 1, [1, 1])], 0.0)
-    tree.apply(P0, [inserted(None, 1, [1, 1])], 0.0)
-    tree.apply(P0, [inserted(None, 2, [2, 2])], 1.0)
-    tree.apply(P0, [inserted(1, 3, [3, 3])], 2.0)
-    tree.apply(P0, [Evicted([(3, 1)])], 3.0)
-    tree.apply(P0, [inserted(None, 4, [4, 4, 5, 5, 6, 6])], 4.0)
-    assert tree.match(path_of([2, 2])).as_dict() == {}
-    assert tree.match(path_of([1, 1])).as_dict() == {P0: 2, P1: 2}
+def test_a_joined_node_is_as_fresh_as_its_fresher_part() -> None:
+    tree = FollowingTree(BLOCK_SIZE, INSTANCES, 5)
+    tree.apply(P0, [inserted(None, 1, [1, 1, 2, 2]), inserted(1, 3, [3, 3])], 0.0)
+    tree.apply(P0, [inserted(None, 4, [9, 9])], 3.0)
+    tree.use(tree.match(path_of([1, 1, 3, 3])), 5.0)
+    tree.apply(P0, [Evicted([(2, 1)])], 6.0)
+    tree.apply(P0, [inserted(None, 5, [7, 7, 8, 8, 9, 9])], 7.0)
+    assert tree.match(path_of([9, 9])).as_dict() == {}
+    assert tree.match(path_of([1, 1, 3, 3])).as_dict() == {P0: 4}
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,12 @@ def test_priorities_and_turns_decide_who_is_next() -> None:
 
 def test_generated_tokens_count_as_given() -> None:
     rig = rig_of(ONE, max_running=1, max_waiting=10)
-    rig.submit("a0", client="a", length=6)  # and 4 generated: 10
-    rig.submit("b0", client="b", length=9)  # waits, is charged 9 when its turn comes
+    rig.submit("a0", client="a", length=6)  # and 4 are generated for each: 10 for a
+    for number in range(3):
+        rig.submit(f"b{number}", client="b", length=2)  # 6 each: two of them are more
     rig.submit("a1", client="a")
-    rig.submit("b1", client="b")
     rig.run()
-    assert rig.placed() == ["a0", "b0", "a1", "b1"]
+    assert rig.placed() == ["a0", "b0", "b1", "a1", "b2"]
 
 
 def test_who_waits_too_long_is_told_why() -> None:
@@ -154,9 +154,10 @@ def test_a_waiting_request_can_be_cancelled() -> None:
     rig.submit("1")
     rig.cancel("1")
     assert rig.scheduler.counters().waiting == 0
+    rig.submit("2")
     rig.cancel("0")
+    assert rig.placed() == ["0", "2"], "its room is free at once"
     rig.run()
-    assert rig.placed() == ["0"]
     rig.check_quiet()
 
 
