@@ -24,8 +24,12 @@ then to the emptiest pool.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from memserve.core.cost_model import CostModel
 from memserve.core.loads import Bools, Counts, Loads, Seconds
@@ -42,6 +46,7 @@ from memserve.core.timeline import Detail, Number
 _TIE = 0.01
 _TIE_S = 50e-6
 """Differences below these (relative, seconds) are no reason: no prediction is that good."""
+_FEW = 128
 _SHOWN = 4
 """Candidates of each kind that a reason shows."""
 _ROUND_TRIPS_S = 1e-3
@@ -132,7 +137,7 @@ class CostPolicy:
 
     def _exec_s(self, demand: Demand, cached: Counts) -> Seconds:
         """exec(x, y); with KV in DRAM, swapping it in or computing it, whichever is less."""
-        exec_s = self._cost.exec_many(demand.num_tokens, cached)
+        exec_s = self._exec_cached_s(demand.num_tokens, cached)
         for slot in np.flatnonzero(demand.dram_tokens).tolist():
             in_dram = int(demand.dram_tokens[slot])
             swap_s = self._cost.swap_in_s(in_dram * self._token_bytes)
@@ -140,6 +145,19 @@ class CostPolicy:
             computed_s = self._cost.exec_s(demand.num_tokens, in_hbm)
             exec_s[slot] = min(exec_s[slot] + swap_s, computed_s)
         return exec_s
+
+    def _exec_cached_s(self, num_tokens: int, cached: Counts) -> Seconds:
+        """As `CostModel.exec_many`; for few instances a dictionary is the faster way."""
+        if len(cached) > _FEW:
+            return self._cost.exec_many(num_tokens, cached)
+        known: dict[int, float] = {}
+        costs = []
+        for tokens in cached.tolist():
+            seconds = known.get(tokens)
+            if seconds is None:
+                seconds = known[tokens] = self._cost.exec_s(num_tokens, tokens)
+            costs.append(seconds)
+        return np.array(costs)
 
     def _sources(self, usable: Counts, loads: Loads) -> list[int]:
         """Who holds most (of those, who sends least), and an idler one if that is busy."""
@@ -166,11 +184,11 @@ class CostPolicy:
         total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s
         pays = (missing > 0) & (total_s < firsts.total_s)
         pays[source] = False
-        firsts.total_s = np.where(pays, total_s, firsts.total_s)
-        firsts.fetch_s = np.where(pays, fetch_s, firsts.fetch_s)
-        firsts.fetched = np.where(pays, num_tokens, firsts.fetched)
-        firsts.source = np.where(pays, source, firsts.source)
-        firsts.exec_s = np.where(pays, exec_s, firsts.exec_s)
+        np.copyto(firsts.total_s, total_s, where=pays)
+        np.copyto(firsts.fetch_s, fetch_s, where=pays)
+        np.copyto(firsts.fetched, num_tokens, where=pays)
+        np.copyto(firsts.source, source, where=pays)
+        np.copyto(firsts.exec_s, exec_s, where=pays)
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
 
@@ -218,41 +236,52 @@ class CostPolicy:
         """The chosen ones and the best others of each kind, with their terms."""
         computing = _best(firsts.total_s, can.whole | can.prefill, first)
         generating = _best(load_s, can.decode & ~can.whole, decode)
+        names = loads.instances
+        candidates: list[dict[str, Number]] = [
+            {
+                "instance": names[slot],
+                "cached_tokens": cached,
+                "queue_s": round(queue_s, 6),
+                "exec_s": round(exec_s, 6),
+                "total_s": round(total_s, 6),
+                **({"load_s": round(added_s, 6)} if decode is None else {}),
+                **(
+                    {
+                        "fetch_from": names[source],
+                        "fetch_tokens": fetched,
+                        "fetch_s": round(fetch_s, 6),
+                    }
+                    if fetched
+                    else {}
+                ),
+            }
+            for slot, cached, queue_s, exec_s, total_s, added_s, source, fetched, fetch_s in _rows(
+                computing,
+                firsts.cached,
+                firsts.queue_s,
+                firsts.exec_s,
+                firsts.total_s,
+                load_s,
+                firsts.source,
+                firsts.fetched,
+                firsts.fetch_s,
+            )
+        ]
+        candidates += [
+            {"instance": names[slot], "cached_tokens": cached, "load_s": round(added_s, 6)}
+            for slot, cached, added_s in _rows(generating, demand.cached_tokens, load_s)
+        ]
         return {
             "policy": self.name,
             "tokens": demand.num_tokens,
             "expected_tokens": demand.expected_tokens,
-            "candidates": [
-                *(self._first_terms(slot, loads, firsts, load_s) for slot in computing),
-                *(self._decode_terms(slot, demand, loads, load_s) for slot in generating),
-            ],
+            "candidates": candidates,
         }
 
-    def _decode_terms(
-        self, slot: int, demand: Demand, loads: Loads, load_s: Seconds
-    ) -> dict[str, Number]:
-        return {
-            "instance": loads.instances[slot],
-            "cached_tokens": int(demand.cached_tokens[slot]),
-            "load_s": _rounded(load_s[slot]),
-        }
 
-    def _first_terms(
-        self, slot: int, loads: Loads, firsts: _Firsts, load_s: Seconds
-    ) -> dict[str, Number]:
-        terms: dict[str, Number] = {
-            "instance": loads.instances[slot],
-            "cached_tokens": int(firsts.cached[slot]),
-            "queue_s": _rounded(firsts.queue_s[slot]),
-            "exec_s": _rounded(firsts.exec_s[slot]),
-            "total_s": _rounded(firsts.total_s[slot]),
-            "load_s": _rounded(load_s[slot]),
-        }
-        if firsts.fetched[slot]:
-            terms["fetch_from"] = loads.instances[int(firsts.source[slot])]
-            terms["fetch_tokens"] = int(firsts.fetched[slot])
-            terms["fetch_s"] = _rounded(firsts.fetch_s[slot])
-        return terms
+def _rows(slots: list[int], *arrays: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+    """(slot, its value in each array), as plain numbers."""
+    return zip(slots, *(array[slots].tolist() for array in arrays), strict=True)
 
 
 def _argmin(values: Seconds | Counts) -> int:
@@ -287,7 +316,3 @@ def _best(seconds: Seconds, mask: Bools, chosen: int | None) -> list[int]:
     if chosen is None:
         return order
     return [chosen, *[slot for slot in order if slot != chosen][: _SHOWN - 1]]
-
-
-def _rounded(seconds: float) -> float:
-    return round(float(seconds), 6)
