@@ -4,8 +4,9 @@
 
 Eight simulated instances, each a real local index over a small pool with plain LRU eviction, serve
 conversations that need more memory than there is (by the number of sessions): system prompts shared
-by many, turns that grow each conversation, a reply of 128 tokens. Requests are placed by the `cost` policy
-on what a prompt tree says, and take the time that the cost model says (Llama-3.1-8B on an H200).
+by many, turns that grow each conversation, a reply of 128 tokens. Requests are placed by the `cost`
+policy on what a prompt tree says, and take the time that the cost model says (Llama-3.1-8B on an
+H200).
 What differs between the runs is how the tree comes to know: by the instances' events, by requests'
 ends with a TTL (the paper), or by those alone, for ever. News takes 5 ms.
 

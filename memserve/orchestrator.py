@@ -32,7 +32,7 @@ from memserve.channel import Hub
 from memserve.cluster import ClusterManager, ClusterSettings
 from memserve.config import Config, caching_in_force, engine_settings, mode_in_force
 from memserve.core.cost_model import CostModel
-from memserve.core.policy import Split
+from memserve.core.policy import Fetching, Split
 from memserve.core.timeline import RequestTimeline
 from memserve.core.vocabulary import Seat
 from memserve.errors import ConfigError, MemServeError, StartError
@@ -202,6 +202,7 @@ class Orchestrator:
                 reservation_s=config.transfer.reservation_s,
                 policy=config.scheduler.policy,
                 split=Split(config.scheduler.split),
+                fetching=Fetching(config.scheduler.fetch),
                 link=_LINKS[config.cluster.device],
             ),
             roles,
