@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -33,20 +32,13 @@ from memserve.changes import AnyChange, Inserted
 from memserve.core.radix import Cursor, Insertion, Locations, Match, RadixIndex
 from memserve.core.tokens import Path, pack
 from memserve.errors import OutOfBlocksError
-from memserve.types import BlockId, Medium, Namespace, SlotId
+from memserve.types import BlockId, Medium, Namespace
 from memserve.workers.owners import Owners
-from memserve.workers.pools import BlockCounts, Pool, RunningRequest
+from memserve.workers.pools import BlockCounts, Peer, Pool, RunningRequest, SlotOwner
 
+_NO_NAMESPACE = Namespace()
 PRIVATE_SALT = "memserve/private\0"
 """Beginning of the cache salt under which KV serves one request alone (see `transfer.py`)."""
-
-
-class SlotOwner(Protocol):
-    """Who has the memory of the DRAM medium."""
-
-    def free_slots(self, slot_ids: Sequence[SlotId]) -> None:
-        """The index does not know these slots any more."""
-        ...
 
 
 def is_private(namespace: Namespace) -> bool:
@@ -175,7 +167,7 @@ class MemPool:
 
     # ── index ─────────────────────────────────────────────────────────────────────────────────
 
-    def path(self, token_ids: Sequence[int], namespace: Namespace = Namespace()) -> Path:  # noqa: B008
+    def path(self, token_ids: Sequence[int], namespace: Namespace = _NO_NAMESPACE) -> Path:
         """The key of these tokens, for the calls that end in `_path`. Packed once, used often.
 
         An empty salt is none, as in vLLM.
@@ -187,7 +179,7 @@ class MemPool:
     def match(
         self,
         token_ids: Sequence[int],
-        namespace: Namespace = Namespace(),  # noqa: B008
+        namespace: Namespace = _NO_NAMESPACE,
     ) -> list[BlockId]:
         """The blocks of the longest prefix that is in HBM. Does not mutate: pin to keep them."""
         return self.match_path(self.path(token_ids, namespace))
@@ -205,7 +197,7 @@ class MemPool:
         token_ids: Sequence[int],
         block_ids: Sequence[BlockId],
         owner: str,
-        namespace: Namespace = Namespace(),  # noqa: B008
+        namespace: Namespace = _NO_NAMESPACE,
     ) -> list[BlockId]:
         """Index the full blocks of these tokens, whose KV the owner's `block_ids` hold.
 
@@ -234,7 +226,7 @@ class MemPool:
     def delete(
         self,
         token_ids: Sequence[int],
-        namespace: Namespace = Namespace(),  # noqa: B008
+        namespace: Namespace = _NO_NAMESPACE,
     ) -> int:
         """Forget the KV of these tokens, and of all that continues them, in every medium.
 
@@ -273,6 +265,31 @@ class MemPool:
     def request_ended(self, request_id: str) -> None:
         """The engine's request fills no more blocks."""
         self._places.pop(request_id, None)
+
+    # ── transfers (without a cluster; workers: `transfer.py`) ─────────────────────────────────
+
+    def transfer(
+        self, peer: Peer, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]
+    ) -> int:
+        """Copy blocks into blocks that the peer has allocated; returns the bytes written.
+
+        The caller holds the sources. Raises: TransferError.
+        """
+        return peer.write(source_ids, target_ids)
+
+    def transfer_with_insert(
+        self,
+        peer: Peer,
+        token_ids: Sequence[int],
+        block_ids: Sequence[BlockId],
+        namespace: Namespace = _NO_NAMESPACE,
+    ) -> int:
+        """Give the peer the KV of these tokens' full blocks, which `block_ids` hold here.
+
+        Only what the peer lacks is written; then it has all of it as history. Returns how many
+        blocks were written. The caller holds the sources. Raises: see `Peer`.
+        """
+        return peer.write_with_insert(token_ids, block_ids, namespace)
 
     # ── what is being computed ────────────────────────────────────────────────────────────────
 
