@@ -185,17 +185,17 @@ class RadixIndex:
         that leave in this way, without those that were named.
         """
         tier = self._tiers[medium]
+        other = self._tiers[Medium.DRAM if medium is Medium.HBM else Medium.HBM]
         bare: dict[Node, int] = {}
         for place in places:
             if (node := tier.holder(place)) is None:
                 continue
             depth = tier.depths[place]
             tier.vacate(node, depth - node.start)
-            if any(share.places[depth - node.start] != ABSENT for share in node.shares):
-                if medium is Medium.HBM:
-                    self._forest.tell_swapped(node, depth, depth + 1, Medium.DRAM)
-            else:
+            if other.share(node).places[depth - node.start] == ABSENT:
                 bare[node] = min(depth, bare.get(node, depth))
+            elif medium is Medium.HBM:
+                self._forest.tell_swapped(node, depth, depth + 1, Medium.DRAM)
         freed = Locations()
         for node, depth in bare.items():
             if node.keys:  # it is not below one that has left already
