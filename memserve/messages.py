@@ -40,7 +40,7 @@ import msgspec
 
 from memserve import changes
 from memserve.errors import ProtocolError
-from memserve.types import BlockId, Geometry, InstanceId, RequestId, TransferId
+from memserve.types import BlockId, Geometry, InstanceId, Namespace, RequestId, TransferId
 
 PROTOCOL_VERSION = 1
 """Raised whenever a message changes its meaning; compared in `Ready`."""
@@ -85,7 +85,7 @@ class Allocate(Command, frozen=True, tag=True):
     request_id: RequestId
     known_tokens: int
     token_ids: list[int]
-    cache_salt: str | None
+    namespace: Namespace
     is_private: bool
     deadline_s: float
     """Seconds from arrival until the worker reports `Expired`."""

@@ -286,7 +286,7 @@ class GlobalScheduler:
         token_ids = lifecycle.token_ids
         matches: dict[InstanceId, int] = {}
         for tree in self._trees.values():
-            matches |= tree.match(token_ids, now, lifecycle.spec.cache_salt)
+            matches |= tree.match(token_ids, now, lifecycle.spec.namespace)
         views = self._members.views(matches)
         placement = policy.place(len(token_ids), views)
         first = self._members.seat(placement.first)
@@ -391,7 +391,7 @@ class GlobalScheduler:
         if action.instance in self._members.instances:
             token_ids = active.lifecycle.token_ids[: action.num_tokens]
             tree = self._trees[self._roles[action.instance]]
-            tree.insert(token_ids, action.instance, now, active.lifecycle.spec.cache_salt)
+            tree.insert(token_ids, action.instance, now, active.lifecycle.spec.namespace)
 
     def _finish(self, active: _Active) -> None:
         self._totals.finished += 1

@@ -53,7 +53,7 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import Direction, InstanceId, RequestId, TransferId
+from memserve.types import Direction, InstanceId, Namespace, RequestId, TransferId
 
 
 class Phase(enum.Enum):
@@ -99,7 +99,7 @@ class RequestSpec(msgspec.Struct, frozen=True):
     resample: bool
     """D must sample the first token itself: grammars, penalties, `min_tokens` and seeds depend on
     the generated tokens, and D would take P's token for a part of the prompt."""
-    cache_salt: str | None
+    namespace: Namespace
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -476,7 +476,7 @@ class RequestLifecycle:
             request_id=self.spec.id,
             known_tokens=known,
             token_ids=token_ids[known:],
-            cache_salt=self.spec.cache_salt,
+            namespace=self.spec.namespace,
             is_private=is_private,
             deadline_s=self._limits.reservation_s,
         )

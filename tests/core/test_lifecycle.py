@@ -50,7 +50,7 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import BlockId, Caching, InstanceId, RequestId, TransferId
+from memserve.types import BlockId, Caching, InstanceId, Namespace, RequestId, TransferId
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 100
@@ -127,7 +127,7 @@ class Story:
             request=b"",
             max_tokens=max_tokens,
             resample=resample,
-            cache_salt=None,
+            namespace=Namespace(),
         )
         self.life = RequestLifecycle(spec, Limits(BLOCK_SIZE, max_attempts, 30.0))
         self.caching = caching

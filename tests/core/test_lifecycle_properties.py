@@ -47,7 +47,7 @@ from memserve.messages import (
     TokenOutput,
     Tokens,
 )
-from memserve.types import Caching, Geometry, InstanceId, RequestId, TransferId
+from memserve.types import Caching, Geometry, InstanceId, Namespace, RequestId, TransferId
 from tests.core.worker_model import BLOCK_SIZE, Choices, Truth, WorkerModel
 
 INSTANCES = {
@@ -166,7 +166,7 @@ class Cluster:
             request=b"",
             max_tokens=len(continuation) + spare,
             resample=self.choices.pick(4) == 3,
-            cache_salt=None,
+            namespace=Namespace(),
         )
         limits = Limits(block_size=BLOCK_SIZE, max_attempts=3, reservation_s=30.0)
         caching = list(Caching)[self.choices.pick(4)]

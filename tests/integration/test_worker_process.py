@@ -44,7 +44,7 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import InstanceId, RequestId, TransferId
+from memserve.types import InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.spec import receive_notice
 from tests.integration.worker_harness import BLOCK, DEADLINE_S, ENGINE, Rig, request_bytes
 
@@ -139,7 +139,7 @@ def test_events_of_a_prefill_come_in_order(rig: Rig) -> None:
             request_id=name,
             known_tokens=0,
             token_ids=prompt,
-            cache_salt=None,
+            namespace=Namespace(),
             is_private=False,
             deadline_s=30.0,
         ),
@@ -261,7 +261,7 @@ def test_abort_at_each_stage_leaves_nothing(rig: Rig, stage: str) -> None:
             request_id=RequestId(name),
             known_tokens=0,
             token_ids=prompt,
-            cache_salt=None,
+            namespace=Namespace(),
             is_private=False,
             deadline_s=30.0,
         )
@@ -389,7 +389,7 @@ def test_pins_on_arrivals_give_way_to_a_starving_request(rig: Rig) -> None:
                 request_id=RequestId(f"early {seed}"),
                 known_tokens=0,
                 token_ids=prompt_of(length - BLOCK, seed),
-                cache_salt=None,
+                namespace=Namespace(),
                 is_private=False,
                 deadline_s=30.0,
             ),
@@ -418,7 +418,7 @@ def test_receiver_without_room_refuses(rig: Rig) -> None:
             request_id=RequestId("big"),
             known_tokens=0,
             token_ids=prompt_of(too_many),
-            cache_salt=None,
+            namespace=Namespace(),
             is_private=False,
             deadline_s=30.0,
         ),

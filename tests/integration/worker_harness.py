@@ -46,7 +46,7 @@ from memserve.messages import (
     decode_event,
     encode,
 )
-from memserve.types import InstanceId, RequestId, Role, TransferId
+from memserve.types import InstanceId, Namespace, RequestId, Role, TransferId
 from memserve.workers.spec import (
     AnyNotice,
     Exited,
@@ -329,7 +329,7 @@ class Rig:
                 request_id=RequestId(name),
                 known_tokens=known_tokens,
                 token_ids=token_ids[known_tokens:],
-                cache_salt=None,
+                namespace=Namespace(),
                 is_private=is_private,
                 deadline_s=30.0,
             ),

@@ -252,6 +252,8 @@ class RadixIndex:
         for tree in self._forest.trees.values():
             self._forest.remove_below(tree.root, freed)
         self._forest.trees.clear()
+        for tier in self._tiers.values():
+            tier.tidy(0)
         self._forest.log.cleared()
         return freed
 
