@@ -18,9 +18,8 @@ Time: a call costs its blocks and the nodes along its path, never the tree. The 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
 
 from memserve.changes import AnyChange, Inserted
 from memserve.core.radix.forest import Forest
@@ -64,12 +63,15 @@ class RadixIndex:
     def match(self, path: Path) -> Match:
         """The longest known prefix. A use of it is made known by `touch` or by an insert."""
         node, depth = self._forest.walk(path)
+        if not depth:
+            return Match(array("i"), array("i"), None)
+        end = Cursor(node, depth)
         nodes = node.lineage()
-        hbm, dram = (
-            np.frombuffer(b"".join([node.shares[i].places for node in nodes]), np.int32, depth)
-            for i in range(len(Medium))
-        )
-        return Match(hbm, dram, Cursor(node, depth) if depth else None)
+        hbm, dram = (share.places[:] for share in nodes[0].shares)
+        for node in nodes[1:]:
+            hbm += node.shares[0].places
+            dram += node.shares[1].places
+        return Match(hbm[:depth], dram[:depth], end)
 
     def contains(self, place: int, medium: Medium) -> bool:
         """Whether a known block lies there."""
