@@ -5,8 +5,9 @@
 Blocks of 16 tokens. A tree is grown to each size in turn from prompts of 256 blocks, of which every
 second one leaves an earlier one somewhere in its middle. In each tree, samples of `insert` (a new
 prompt of 4,096 tokens, of which a share is known), `match` (such a prompt, all of it known, with
-its tokens packed already), and growth and eviction block by block. Memory is what tracemalloc says
-of whole trees, without the tokens themselves. Ends with status 1 if a limit is not kept.
+its tokens packed already), and growth and eviction block by block. `alloc` and `free`: MemPool over
+a pool of its own. Memory is what tracemalloc says of whole trees, without the tokens themselves.
+Ends with status 1 if a limit is not kept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from bench._report import Scalar, parser, publish
 from memserve.core.radix import RadixIndex
 from memserve.core.tokens import TOKEN_BYTES, Path, unpack
 from memserve.types import Medium
+from memserve.workers.mempool import MemPool
+from memserve.workers.pools import PlainPool
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * TOKEN_BYTES
@@ -31,6 +34,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 MEMORY_BLOCKS = 100_000
 
 LIMITS = {
+    "alloc, us per block": 0.8,
+    "free, us per block": 0.8,
     "insert, ms": 0.15,
     "match, ms": 0.05,
     "insert, largest / smallest tree": 2.0,
@@ -156,6 +161,24 @@ def measure(sizes: list[int], samples: int) -> dict[str, dict[str, list[float]]]
     return raw
 
 
+def alloc_and_free(samples: int) -> dict[str, list[float]]:
+    """MemPool by itself: so many blocks at once, of a pool of 40 times as many. Per block."""
+    mempool = MemPool(PlainPool(40 * PROMPT_BLOCKS), BLOCK_SIZE)
+    rng = random.Random(11)
+    raw: dict[str, list[float]] = {"alloc": [], "free": [], "alloc, of history": []}
+    for _ in range(samples):
+        raw["alloc"].append(seconds(lambda: mempool.alloc_mem(PROMPT_BLOCKS, "bench")))
+        raw["free"].append(seconds(lambda: mempool.free_all("bench")))
+    for number in range(40 + samples):  # the first ones fill the pool with history
+        took = seconds(lambda: mempool.alloc_mem(PROMPT_BLOCKS, "bench"))
+        tokens = unpack(rng.randbytes(PROMPT_BLOCKS * BLOCK_BYTES))
+        mempool.insert(tokens, mempool.held("bench"), "bench")
+        mempool.free_all("bench")
+        if number >= 40:
+            raw["alloc, of history"].append(took)
+    return {name: [took / PROMPT_BLOCKS for took in times] for name, times in raw.items()}
+
+
 def prompts(rng: random.Random) -> Iterator[list[bytes]]:
     """Long ones that share nothing."""
     while True:
@@ -206,7 +229,11 @@ def summary(raw: dict[str, dict[str, list[float]]], sizes: list[int]) -> dict[st
         return statistics.median(raw[f"{size} blocks, {share:.0%} known"][call])
 
     largest = sizes[-1]
-    metrics: dict[str, Scalar] = {"pack a list, ms": 1e3 * middle(largest, 0.0, "pack")}
+    metrics: dict[str, Scalar] = {
+        f"{call}, us per block": 1e6 * statistics.median(times)
+        for call, times in raw["pool"].items()
+    }
+    metrics["pack a list, ms"] = 1e3 * middle(largest, 0.0, "pack")
     for call in ("insert", "match"):
         all_sizes = [middle(size, share, call) for size in sizes for share in SHARES]
         metrics[f"{call}, ms"] = 1e3 * max(all_sizes)
@@ -231,7 +258,7 @@ def main() -> None:
     arguments.add_argument("--sizes", default="10000,100000,1000000", help="blocks, rising")
     options = arguments.parse_args()
     sizes = [int(text) for text in options.sizes.split(",")]
-    raw = measure(sizes, options.samples)
+    raw = {"pool": alloc_and_free(options.samples), **measure(sizes, options.samples)}
     metrics = summary(raw, sizes)
     for shape in (prompts, conversations, single_blocks):
         name = shape.__name__.replace("_", " ")
