@@ -267,6 +267,14 @@ def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings() -> No
     index.check_integrity()
 
 
+def test_a_beginning_that_was_used_since_is_kept_for_longer_than_its_ends() -> None:
+    clock = Clock()
+    index = index_of(("AB", [1, 2]), ("AC", [1, 3]), ("Z", [9]), clock=clock)
+    clock.now_s += 1
+    index.touch(path("A"))
+    assert index.oldest(99, HBM) == [2, 3, 9, 1]
+
+
 def test_only_what_is_idle_for_long_enough_expires() -> None:
     clock = Clock()
     index = index_of(("AB", [1, 2]), ("AC", [1, 3]), ("Z", [9]), clock=clock)  # at 1, 2 and 3 s
