@@ -37,15 +37,22 @@ MAY_IMPORT: dict[str, str] = {
     "config_text": "config",
     "loras": "errors types",
     "models": "errors types",
+    "profiles": "config core.builtin core.profile errors models",
+    "calibration": ("config core errors models profiles workers.environment workers.spec"),
     # the orchestrator's parts
     "channel": "core errors messages types",
     "zygote_process": "errors types workers.spec",
     "cluster": "core errors messages status types workers.spec zygote_process",
     "accounting": "core messages status types",
-    "scheduler": "accounting core errors frontend.service messages status types",
+    "active": "core types",
+    "caches": "core messages types",
+    "placing": "accounting active core types",
+    "scheduler": (
+        "accounting active caches core errors frontend.service messages placing status types"
+    ),
     # the front end says in `service` what it needs of the others, and sees no more of them
-    "frontend": "core.delivery core.lifecycle errors frontend messages types",
-    "frontend.service": "core.delivery core.lifecycle errors status types",
+    "frontend": "core.delivery core.vocabulary errors frontend messages types",
+    "frontend.service": "core.delivery core.vocabulary errors status types",
     # what people see in a terminal: no more than a snapshot
     "progress": "types units",
     "status_client": "errors status",
@@ -58,11 +65,12 @@ MAY_IMPORT: dict[str, str] = {
     "workers.spec": "errors messages types",
     # what joins them
     "orchestrator": (
-        "channel cluster config core engine_args errors frontend loras messages models progress"
+        "channel cluster config core engine_args errors frontend loras messages models profiles"
+        " progress"
         " scheduler status tui types units workers.environment workers.spec"
     ),
     "cli": (
-        "config config_text core.mode engine_args errors models orchestrator progress status"
+        "calibration config config_text core.mode engine_args errors models orchestrator progress status"
         " status_client tui tui_text types units"
     ),
     "__main__": "cli",
