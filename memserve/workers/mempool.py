@@ -13,7 +13,8 @@ engine publishes, evicts and resets by itself is in the index when the pool's ca
 
 One block per prefix and medium: where the engine computes again what the index has, its new block
 is retracted, and used by its own request alone. A block that leaves the index takes along what lies
-below it, in the pool as well: nobody could find it any more.
+below it, in the pool as well: nobody could find it any more. The engine publishes a block when it
+schedules the tokens; whoever reads KV elsewhere waits for the steps in flight (`Engine.fence`).
 
 Collaborators: `transfer.py` moves KV between two pools; `engine_loop.py` and `connector.py` call
 between and inside the engine's steps; `dram.py` holds the slots. All in one thread, without locks.
@@ -78,10 +79,6 @@ class MemPool:
         self._owners = Owners(clock)
         self._places: dict[str, _Place] = {}
         """Running request → its end in the index."""
-        self._scheduled: set[BlockId] = set()
-        """Published in the present step."""
-        self._unwritten: set[BlockId] = set()
-        """Published in the step before, which may still be running."""
         self._slots: SlotOwner | None = None
         pool.observe(self)
 
@@ -291,30 +288,11 @@ class MemPool:
         """
         return peer.write_with_insert(token_ids, block_ids, namespace)
 
-    # ── what is being computed ────────────────────────────────────────────────────────────────
-
-    def step_ended(self, *, is_idle: bool) -> None:
-        """The engine has returned from a step; unless `is_idle`, the next one may run already.
-
-        The engine publishes a block when it schedules its tokens, before their KV is written.
-        """
-        self._unwritten = set() if is_idle else self._scheduled
-        self._scheduled = set()
-
-    def num_written(self, block_ids: Sequence[BlockId]) -> int:
-        """How many of these, from the first one on, hold complete KV that may be read elsewhere.
-
-        The engine itself may use them all: it computes in order.
-        """
-        young = self._unwritten | self._scheduled
-        return next((i for i, b in enumerate(block_ids) if b in young), len(block_ids))
-
     # ── PoolObserver ──────────────────────────────────────────────────────────────────────────
 
     def on_cached(self, request: RunningRequest, first_block: int, end_block: int) -> None:
         """See `PoolObserver`. Costs O(new blocks), save where the request's place was lost."""
         own_ids = request.block_ids(first_block, end_block)
-        self._scheduled.update(own_ids)
         insertion = self._extend(request, first_block, end_block, own_ids)
         if insertion is None:
             first_block, own_ids = 0, request.block_ids(0, end_block)
