@@ -546,7 +546,7 @@ def test_heartbeat_follows_when_the_engine_falls_idle(bench: Bench) -> None:
 
 
 def test_the_index_is_reported_before_the_end_of_a_request_and_on_demand(bench: Bench) -> None:
-    bench.run(prefill(prompt(BLOCK_SIZE + 2)))
+    bench.run(prefill(prompt(BLOCK_SIZE + 2), hold=False))
     assert kinds([e for e in bench.channel.events if not isinstance(e, Heartbeat)]) == [
         Started,
         Tokens,
