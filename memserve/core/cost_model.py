@@ -46,6 +46,8 @@ class CostModel:
         step, layers = profile.step, profile.shape.num_layers
         self._chunk = profile.chunk_tokens
         self._graph_tokens = profile.graph_sizes[-1] if profile.graph_sizes else 0
+        self._request_s, self._prompt_token_s = step.request_s, step.prompt_token_s
+        self._long_floor_s, self._graph_floor_s = step.floor_s, step.graph_floor_s
         attention = profile.attention_fit(*profile.shape.heads(self.tp))
         scale = layers * step.attention_scale
         self._cached_pair_s = attention.cached_pair_s * scale
@@ -109,8 +111,7 @@ class CostModel:
 
     def request_s(self, num_tokens: int) -> float:
         """The part of `exec_s` that belongs to no step: taking a prompt in."""
-        step = self.profile.step
-        return step.request_s + num_tokens * step.prompt_token_s
+        return self._request_s + num_tokens * self._prompt_token_s
 
     def _chunk_s(self, tokens: int, before: int) -> float:
         """One step that computes nothing else."""
@@ -131,8 +132,7 @@ class CostModel:
         return tokens * pairs + self._read_s * before + self._fixed_s
 
     def _floor_s(self, tokens: int) -> float:
-        step = self.profile.step
-        return step.graph_floor_s if tokens <= self._graph_tokens else step.floor_s
+        return self._graph_floor_s if tokens <= self._graph_tokens else self._long_floor_s
 
     # Steps.
 
