@@ -184,7 +184,6 @@ class CostPolicy:
         exec_s = self._cost.exec_s(demand.num_tokens, num_tokens)
         total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s
         pays = (missing > 0) & (total_s < firsts.total_s)
-        pays[source] = False
         np.copyto(firsts.total_s, total_s, where=pays)
         np.copyto(firsts.fetch_s, fetch_s, where=pays)
         np.copyto(firsts.fetched, num_tokens, where=pays)

@@ -45,11 +45,11 @@ class Cluster:
             self.loads.start(instance)
         self.policy: Policy = make_policy(policy, split, self.cost, "shm")
 
-    def queue(self, instance: str, num_tokens: int, count: int = 1) -> None:
+    def queue(self, instance: str, num_tokens: int, count: int = 1, now: float = 0.0) -> None:
         """So many prompts of that length wait there."""
         share = Share(num_tokens, self.cost.exec_s(num_tokens), num_tokens)
         for _ in range(count):
-            self.loads.add(InstanceId(instance), share, 0.0)
+            self.loads.add(InstanceId(instance), share, now)
 
     def run(self, instance: str, num_tokens: int, count: int = 1) -> None:
         """So many requests generate there."""
@@ -112,9 +112,9 @@ def test_work_is_counted_in_seconds_not_in_requests() -> None:
 
 def test_the_queue_shrinks_as_time_passes_but_never_below_what_has_not_begun() -> None:
     cluster = Cluster("P0")
-    cluster.queue("P0", 1000, count=2)
+    cluster.queue("P0", 1000, count=2, now=50.0)
     one = cluster.cost.exec_s(1000)
-    times = [0.0, one / 2, one, 100.0]
+    times = [50.0, 50.0 + one / 2, 50.0 + one, 100.0]
     assert [cluster.loads.queue_s(now)[0] for now in times] == pytest.approx(
         [2 * one, 1.5 * one, one, one]
     )
@@ -152,6 +152,29 @@ def test_a_busy_link_is_a_reason_to_compute() -> None:
     cluster.loads.add_transfer(InstanceId("P0"), InstanceId("D0"), 10**12)
     placement = cluster.place(cached={"P0": 992})
     assert (placement.first, placement.fetch) == ("P1", None)
+
+
+def test_the_queue_counts_for_those_who_fetch_as_well() -> None:
+    cluster = Cluster("P0", "P1", "P2", "D0")
+    cluster.close("P0")
+    cluster.queue("P1", 100, count=4)
+    placement = cluster.place(cached={"P0": 992})
+    assert placement.first == "P2" and placement.fetch is not None
+    busy = terms(placement, "P1")
+    # What is fetched travels while the queue is worked off.
+    assert busy["queue_s"] > busy["fetch_s"]
+    assert busy["total_s"] == pytest.approx(busy["queue_s"] + busy["exec_s"], abs=2e-6)
+
+
+def test_a_fetch_waits_for_the_steps_that_both_engines_are_in() -> None:
+    idle, busy = (Cluster("P0", "P1", "D0") for _ in range(2))
+    for cluster in (idle, busy):
+        cluster.close("P0")
+    busy.run("P0", 1000, count=5)
+    busy.run("P1", 1000, count=3)
+    steps_s = busy.cost.decode_step_s(5, 5000) + busy.cost.decode_step_s(3, 3000)
+    waits = [terms(cluster.place(cached={"P0": 992}), "P1")["fetch_s"] for cluster in (idle, busy)]
+    assert waits[1] - waits[0] == pytest.approx(steps_s / 2, abs=2e-6)
 
 
 def test_an_idle_source_is_asked_rather_than_a_busy_one() -> None:
@@ -196,7 +219,8 @@ def test_kv_in_dram_costs_its_way_back_or_is_computed() -> None:
         cluster.place(cached={"P0": 992}, dram={"P0": 992}),
     )
     swapped = terms(in_dram, "P0")["exec_s"]
-    assert terms(in_hbm, "P0")["exec_s"] < swapped < cluster.cost.exec_s(1000)
+    swap_s = cluster.cost.swap_in_s(cluster.cost.kv_bytes(992))
+    assert swapped == pytest.approx(terms(in_hbm, "P0")["exec_s"] + swap_s, abs=2e-6)
     slow = msgspec.structs.replace(BUILT_IN, links={**BUILT_IN.links, "dram": LinkFit(99.0, 1.0)})
     cluster = Cluster("P0", "D0", profile=slow)
     computed = terms(cluster.place(cached={"P0": 992}, dram={"P0": 992}), "P0")["exec_s"]
@@ -205,9 +229,9 @@ def test_kv_in_dram_costs_its_way_back_or_is_computed() -> None:
 
 def test_the_last_token_is_computed_so_its_block_is_never_fetched() -> None:
     cluster = Cluster("P0", "P1", "D0")
-    cluster.queue("P0", 100, count=4)
-    placement = cluster.place(num_tokens=64, cached={"P0": 64})
-    assert placement.fetch is None or placement.fetch.num_tokens == 48
+    cluster.close("P0")
+    placement = cluster.place(num_tokens=1008, cached={"P0": 1008})
+    assert placement.fetch is not None and placement.fetch.num_tokens == 992
     assert cluster.place(num_tokens=16, cached={"P0": 16}).fetch is None
 
 
@@ -243,6 +267,14 @@ def test_decode_goes_where_it_adds_least_to_everybody_s_steps() -> None:
     cluster.run("D0", 1000, count=8)
     cluster.run("D1", 1000, count=7)
     assert cluster.chosen() == ("P0", "D1")
+
+
+def test_load_is_what_a_request_adds_to_the_steps_of_all() -> None:
+    cluster = Cluster("P0", "D0")
+    cluster.run("D0", 500, count=3)
+    step_s = cluster.cost.decode_step_s
+    added_s = 64 * (4 * step_s(4, 1500 + 1000) - 3 * step_s(3, 1500))
+    assert terms(cluster.place(), "D0")["load_s"] == pytest.approx(added_s, abs=2e-6)
 
 
 def test_decode_goes_where_the_prompt_is_if_loads_are_equal() -> None:
