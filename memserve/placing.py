@@ -8,14 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from memserve.accounting import Members
 from memserve.active import Active
+from memserve.caches import Freshness
 from memserve.core.cost_model import CostModel
-from memserve.core.policy import Demand, Placement, Policy, Split, can_place, session_key
+from memserve.core.policies import PolicyName, make_policy
+from memserve.core.policy import Demand, Placement, Split, can_place, session_key
 from memserve.core.tokens import TOKEN_BYTES
 from memserve.core.tree_parts import Match
 from memserve.core.vocabulary import Fetch, Plan
 from memserve.types import Caching, InstanceId, Role
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True):
+    """The scheduler's part of the configuration."""
+
+    caching: Caching
+    max_attempts: int
+    max_waiting: int
+    wait_timeout_s: float
+    max_running: int
+    max_queued_tokens: int
+    timeline_requests: int
+    freshness: Freshness
+    tree_ttl_s: float
+    tree_max_blocks: int
+    reservation_s: float
+    policy: PolicyName
+    split: Split
+    link: str
+    """The kind of the links between instances, as the cost model calls it."""
 
 
 class Placer:
@@ -23,16 +47,14 @@ class Placer:
 
     def __init__(
         self,
-        policy: Policy,
-        split: Split,
-        caching: Caching,
+        settings: SchedulerSettings,
         cost: CostModel,
         roles: Mapping[InstanceId, Role],
         members: Members,
     ) -> None:
-        self._policy = policy
-        self._split = split
-        self._caching = caching
+        self._policy = make_policy(settings.policy, settings.split, cost, settings.link)
+        self._split = settings.split
+        self._caching = settings.caching
         self._cost = cost
         self._roles = roles
         self._members = members

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, str] = {
     "accounting": "core messages status types",
     "active": "core types",
     "caches": "core messages types",
-    "placing": "accounting active core types",
+    "placing": "accounting active caches core types",
     "scheduler": (
         "accounting active caches core errors frontend.service messages placing status types"
     ),
