@@ -68,8 +68,8 @@ MAY_IMPORT: dict[str, str] = {
         " scheduler status tui types units workers.environment workers.spec"
     ),
     "cli": (
-        "calibration config config_text core.mode engine_args errors models orchestrator progress status"
-        " status_client tui tui_text types units"
+        "calibration config config_text core.mode engine_args errors models orchestrator progress"
+        " status status_client tui tui_text types units"
     ),
     "__main__": "cli",
 }

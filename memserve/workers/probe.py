@@ -79,7 +79,9 @@ class EngineProbe:
         self._started: Engine | None = None
 
     def start(self) -> None:
-        """Load the model. Raises: what `compat.Engine` raises."""
+        """Load the model, if that was not done. Raises: what `compat.Engine` raises."""
+        if self._started is not None:
+            return
         self._started = Engine(self._config)
         self._base = self.tokens(self.longest)
 
