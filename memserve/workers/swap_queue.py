@@ -1,0 +1,215 @@
+"""Requests that wait for blocks from DRAM before the engine sees them.
+
+    bring ──nothing in DRAM, or computing is cheaper──────────────▶ then()
+      └▶ waiting ──room──▶ being copied ──done──▶ present, then() ──scheduled──▶ gone
+            └── deadline, no room, copy failed ──▶ then()   (the engine computes what is missing)
+
+`then` is called exactly once, unless the request is dropped first. What was brought is held until
+the engine has scheduled the request, or until the engine starves. Only some blocks are held so at a
+time, the first request's whatever it needs: one that has to wait keeps its place.
+
+Collaborators: `engine_loop.py` asks and is called back; `swapping.py` copies.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+import msgspec
+
+from memserve.core.swap import SwapDecision, SwapLimits
+from memserve.core.tokens import Path
+from memserve.errors import OutOfBlocksError
+from memserve.workers.mempool import MemPool
+from memserve.workers.swapping import Swapper
+
+
+class _State(enum.Enum):
+    WAITING = enum.auto()
+    COPYING = enum.auto()
+    PRESENT = enum.auto()
+
+
+class _Guest(msgspec.Struct):
+    path: Path
+    then: Callable[[], None] | None
+    """None: it was called, or must not be any more."""
+    keeps: bool
+    expires_at: float
+    state: _State = _State.WAITING
+
+
+def swap_owner(key: str) -> str:
+    """Name in the pool of what is swapped in, until its request is scheduled."""
+    return f"swap-in for {key}"
+
+
+class SwapQueue:
+    """By key: a request, or a transfer that reserves."""
+
+    def __init__(
+        self,
+        mempool: MemPool,
+        swapper: Swapper,
+        decision: SwapDecision,
+        limits: SwapLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._mempool = mempool
+        self._swapper = swapper
+        self._decision = decision
+        self._limits = limits
+        self._clock = clock
+        self._guests: dict[str, _Guest] = {}
+        """In the order in which they came."""
+
+    def bring(
+        self,
+        key: str,
+        path: Path,
+        num_tokens: int,
+        then: Callable[[], None],
+        *,
+        keeps: bool,
+    ) -> None:
+        """Call `then` when as much of the path is in HBM as pays; at once, if that is so now.
+
+        `num_tokens`: of the whole prompt. `keeps`: hold the blocks until `scheduled`, else only
+        while `then` runs. Raises: ValueError if the key is known.
+        """
+        if key in self._guests:
+            raise ValueError(f"{key} waits for DRAM already")
+        if not self._pays(path, num_tokens):
+            then()
+            return
+        expires_at = self._clock() + self._limits.deadline_s
+        self._guests[key] = _Guest(path, then, keeps, expires_at)
+        self._begin()
+
+    def is_waiting(self, key: str) -> bool:
+        """Whether `then` is still to be called for it."""
+        guest = self._guests.get(key)
+        return guest is not None and guest.then is not None
+
+    def scheduled(self, key: str) -> None:
+        """The request's own references hold its blocks now."""
+        self.drop(key)
+
+    def drop(self, key: str) -> None:
+        """Let go of what is held for it; `then` will not be called. Unknown keys are fine."""
+        guest = self._guests.get(key)
+        if guest is None:
+            return
+        guest.then = None
+        if guest.state is _State.COPYING:
+            self._swapper.cancel(swap_owner(key))  # its blocks are written until that has ended
+            return
+        del self._guests[key]
+        self._mempool.unpin(swap_owner(key))
+
+    def relax(self) -> int:
+        """Drop what is held for requests that are in the engine, when that starves.
+
+        Returns how many blocks that were.
+        """
+        present = [key for key, guest in self._guests.items() if guest.state is _State.PRESENT]
+        for key in present:
+            del self._guests[key]
+        return sum(self._mempool.unpin(swap_owner(key)) for key in present)
+
+    def poll(self) -> None:
+        """Let the swapper go on, and call `then` for whom it is time."""
+        for end in self._swapper.poll():
+            self._arrived(end.owner.removeprefix(swap_owner("")), end.error)
+        self._give_up()
+        self._begin()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether `poll` has something to do now."""
+        return self._swapper.is_active
+
+    def next_deadline(self) -> float | None:
+        """When to call `poll` though it is not active, by the clock."""
+        times = [g.expires_at for g in self._guests.values() if g.then is not None]
+        if (at := self._swapper.next_deadline()) is not None:
+            times.append(at)
+        return min(times, default=None)
+
+    def close(self) -> None:
+        """Wait for the copies, and drop everything. Nobody is called."""
+        self._swapper.close()
+        for key in self._guests:
+            self._mempool.unpin(swap_owner(key))
+        self._guests.clear()
+
+    def check_integrity(self) -> list[str]:
+        """As `Swapper.check_integrity`, and what is held without need. Does not mutate."""
+        problems = self._swapper.check_integrity()
+        for key, guest in self._guests.items():
+            if guest.state is _State.WAITING and self._mempool.holds(swap_owner(key)):
+                problems.append(f"{swap_owner(key)} holds blocks before they are copied")
+        return problems
+
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────
+
+    def _pays(self, path: Path, num_tokens: int) -> bool:
+        match = self._mempool.find(path)
+        cached = match.num_hbm_prefix
+        missing = match.num_in_dram_only
+        return missing > 0 and self._decision.pays(num_tokens, cached * path.block_size, missing)
+
+    def _begin(self) -> None:
+        """Start copies for those who wait, in order, as long as there is room."""
+        for key, guest in list(self._guests.items()):
+            if guest.state is not _State.WAITING or key not in self._guests:
+                continue
+            if self._swapper.is_coming(guest.path):
+                continue  # another one brings what it needs, or a part of it
+            if not self._has_room(guest):
+                return
+            try:
+                num_blocks = self._swapper.swap_in(swap_owner(key), guest.path)
+            except OutOfBlocksError:
+                if self._num_held():
+                    return  # those who hold blocks now will let them go
+                num_blocks = 0
+            if num_blocks:
+                guest.state = _State.COPYING
+            else:
+                self._leave(key)
+
+    def _has_room(self, guest: _Guest) -> bool:
+        held = self._num_held()
+        return not held or held + guest.path.num_blocks <= self._limits.pinned_blocks
+
+    def _num_held(self) -> int:
+        return sum(len(self._mempool.held(swap_owner(key))) for key in self._guests)
+
+    def _arrived(self, key: str, error: str | None) -> None:
+        guest = self._guests[key]
+        if error is not None or guest.then is None:
+            self._mempool.unpin(swap_owner(key))
+            self._leave(key)
+            return
+        guest.state = _State.PRESENT
+        then, guest.then = guest.then, None
+        then()
+        if not guest.keeps:
+            self.drop(key)
+
+    def _give_up(self) -> None:
+        """Who has waited too long goes on with what HBM holds."""
+        now = self._clock()
+        for key, guest in list(self._guests.items()):
+            if guest.then is None or now < guest.expires_at:
+                continue
+            then = guest.then
+            self.drop(key)
+            then()
+
+    def _leave(self, key: str) -> None:
+        guest = self._guests.pop(key)
+        if guest.then is not None:
+            guest.then()
