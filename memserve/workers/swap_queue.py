@@ -22,7 +22,7 @@ from memserve.core.swap import SwapDecision, SwapLimits
 from memserve.core.tokens import Path
 from memserve.errors import OutOfBlocksError
 from memserve.workers.mempool import MemPool
-from memserve.workers.swapping import Swapper
+from memserve.workers.swapping import Swapper, num_in_dram_only
 
 
 class _State(enum.Enum):
@@ -76,11 +76,11 @@ class SwapQueue:
         """Call `then` when as much of the path is in HBM as pays; at once, if that is so now.
 
         `num_tokens`: of the whole prompt. `keeps`: hold the blocks until `scheduled`, else only
-        while `then` runs. Raises: ValueError if the key is known.
+        while `then` runs. Raises: ValueError if the key is waiting.
         """
-        if key in self._guests:
+        if self.is_waiting(key):
             raise ValueError(f"{key} waits for DRAM already")
-        if not self._pays(path, num_tokens):
+        if key in self._guests or not self._pays(path, num_tokens):
             then()
             return
         expires_at = self._clock() + self._limits.deadline_s
@@ -156,9 +156,9 @@ class SwapQueue:
 
     def _pays(self, path: Path, num_tokens: int) -> bool:
         match = self._mempool.find(path)
-        cached = match.num_hbm_prefix
-        missing = match.num_in_dram_only
-        return missing > 0 and self._decision.pays(num_tokens, cached * path.block_size, missing)
+        missing = num_in_dram_only(match)
+        cached_tokens = match.num_hbm_prefix * path.block_size
+        return missing > 0 and self._decision.pays(num_tokens, cached_tokens, missing)
 
     def _begin(self) -> None:
         """Start copies for those who wait, in order, as long as there is room."""

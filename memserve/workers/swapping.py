@@ -25,7 +25,7 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from memserve.core.radix import ABSENT
+from memserve.core.radix import ABSENT, Cursor, Match
 from memserve.core.swap import SwapLimits
 from memserve.core.tokens import TOKEN_BYTES, Path
 from memserve.errors import OutOfBlocksError
@@ -58,7 +58,7 @@ class SwapEnd(msgspec.Struct, frozen=True):
 
 class _Out(msgspec.Struct, frozen=True):
     block_ids: list[BlockId]
-    keys: list[int]
+    keys: list[int | None]
     """What the index called the blocks when their copy began."""
     slot_ids: list[SlotId]
 
@@ -68,6 +68,8 @@ class _In(msgspec.Struct, frozen=True):
     block_ids: list[BlockId]
     """For all blocks of the path."""
     slot_ids: list[SlotId]
+    reference: Cursor
+    """Keeps the index from choosing the slots for eviction."""
 
 
 class Swapper:
@@ -95,7 +97,7 @@ class Swapper:
         self._candidates: deque[BlockId] = deque()
         """Old history that was not in DRAM when it was looked for."""
         self._next_scan = 0.0
-        self._settled: tuple[int, int, int] | None = None
+        self._settled_at: tuple[int, int, int] | None = None
         """What the pool looked like when nothing was left to back up."""
         self._next_expiry = clock() + limits.ttl_s * _EXPIRE_SHARE
         self._returned: dict[SlotId, None] = {}
@@ -124,7 +126,7 @@ class Swapper:
         """
         match = self._mempool.find(path)
         is_missing = match.hbm == ABSENT
-        num_missing = int(np.count_nonzero(is_missing))
+        num_missing = num_in_dram_only(match)
         if not num_missing:
             return 0
         self._mempool.pin(owner, match.hbm[~is_missing].tolist())
@@ -133,9 +135,12 @@ class Swapper:
         except OutOfBlocksError:
             self._mempool.unpin(owner)
             raise
+        block_ids = match.hbm.copy()
+        block_ids[is_missing] = new_ids
         slot_ids = match.dram[is_missing].tolist()
-        match.hbm[is_missing] = new_ids
-        self._ins[owner] = _In(_first_blocks(path, match.num_blocks), match.hbm.tolist(), slot_ids)
+        known = _first_blocks(path, match.num_blocks)
+        reference = self._index.acquire(known)
+        self._ins[owner] = _In(known, block_ids.tolist(), slot_ids, reference)
         self._tier.copy_in(owner, slot_ids, new_ids)
         return num_missing
 
@@ -181,9 +186,13 @@ class Swapper:
     # ── SlotOwner ─────────────────────────────────────────────────────────────────────────────
 
     def free_slots(self, slot_ids: Sequence[SlotId]) -> None:
+        """See `SlotOwner`. A block that is forgotten while it comes in must not come back."""
         self._tier.free(slot_ids)
         for slot_id in slot_ids:
             self._returned.pop(slot_id, None)
+        for owner, swap in self._ins.items():
+            if not set(swap.slot_ids).isdisjoint(slot_ids):
+                self._tier.cancel(owner)
 
     # ── accounting ────────────────────────────────────────────────────────────────────────────
 
@@ -205,7 +214,7 @@ class Swapper:
         lost = [slot for slot in held if not self._index.contains(slot, Medium.DRAM)]
         problems += [f"DRAM slot {slot} holds a block that the index does not know" for slot in lost]
         for owner, swap in self._ins.items():
-            if self._mempool.held(owner) != _in_order(swap):
+            if sorted(self._mempool.held(owner)) != sorted(swap.block_ids):
                 problems.append(f"{owner} does not hold the blocks that are copied for it")
         return problems
 
@@ -224,7 +233,7 @@ class Swapper:
                 batch.append(block_id)
         if batch and not self._begin_out(batch):
             self._candidates.clear()  # no slot can be had until something changes
-            self._settled = self._state()
+            self._settled_at = self._state()
 
     def _scan(self) -> None:
         """Find the history within the margin that is not in DRAM."""
@@ -233,7 +242,7 @@ class Swapper:
         oldest = islice(self._mempool.history(), max(0, margin))
         self._candidates.extend(b for b in oldest if self._index.slot_of(b) is None)
         if not self._candidates:
-            self._settled = self._state()
+            self._settled_at = self._state()
         ended = self._clock()
         self._next_scan = ended + max(_SCAN_INTERVAL_S, (ended - begun) / _SCAN_SHARE)
 
@@ -249,7 +258,7 @@ class Swapper:
 
     @property
     def _is_settled(self) -> bool:
-        return self._settled == self._state()
+        return self._settled_at == self._state()
 
     def _begin_out(self, block_ids: list[BlockId]) -> int:
         """Returns how many of them are being copied."""
@@ -304,6 +313,7 @@ class Swapper:
     # ── in ────────────────────────────────────────────────────────────────────────────────────
 
     def _end_in(self, swap: _In, end: CopyEnd) -> SwapEnd:
+        self._index.release(swap.reference)
         if end.error is not None:
             self._mempool.free_all(end.owner)
             return SwapEnd(end.owner, end.error)
@@ -314,6 +324,11 @@ class Swapper:
                 self._returned.pop(slot_id, None)
                 self._returned[slot_id] = None
         return SwapEnd(end.owner, None)
+
+
+def num_in_dram_only(match: Match) -> int:
+    """How many blocks of a match a `swap_in` would copy."""
+    return int(np.count_nonzero(match.hbm == ABSENT))
 
 
 def _first_blocks(path: Path, num_blocks: int) -> Path:
