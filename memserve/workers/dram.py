@@ -215,9 +215,7 @@ class DramTier:
         self._begin(self._out, copy)
         return list(slot_ids)
 
-    def copy_in(
-        self, owner: str, slot_ids: Sequence[SlotId], block_ids: Sequence[BlockId]
-    ) -> None:
+    def copy_in(self, owner: str, slot_ids: Sequence[SlotId], block_ids: Sequence[BlockId]) -> None:
         """Begin to copy held slots into blocks, which must have no other user until it ends.
 
         The slots may be freed meanwhile; they keep their contents until then.

@@ -120,9 +120,9 @@ class Swapper:
     def swap_in(self, owner: str, path: Path) -> int:
         """Begin to bring what DRAM holds of the path into HBM; `poll` says when that is done.
 
-        The owner, who holds nothing yet, holds the whole known part of the path from now on. Returns
-        how many blocks are copied; 0: HBM has them all, nothing is held and nothing will be said.
-        Raises: OutOfBlocksError (then nothing is held).
+        The owner, who holds nothing yet, holds the whole known part of the path from now on.
+        Returns: how many blocks are copied; 0 if HBM has them all, then nothing is held and nothing
+        will be said. Raises: OutOfBlocksError (then nothing is held).
         """
         match = self._mempool.find(path)
         is_missing = match.hbm == ABSENT
@@ -212,7 +212,9 @@ class Swapper:
         if (known := self._index.num_in(Medium.DRAM)) != len(held):
             problems.append(f"the index knows {known} DRAM slots, {len(held)} hold a block")
         lost = [slot for slot in held if not self._index.contains(slot, Medium.DRAM)]
-        problems += [f"DRAM slot {slot} holds a block that the index does not know" for slot in lost]
+        problems += [
+            f"DRAM slot {slot} holds a block that the index does not know" for slot in lost
+        ]
         for owner, swap in self._ins.items():
             if sorted(self._mempool.held(owner)) != sorted(swap.block_ids):
                 problems.append(f"{owner} does not hold the blocks that are copied for it")
