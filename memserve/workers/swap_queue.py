@@ -14,15 +14,17 @@ Collaborators: `engine_loop.py` asks and is called back; `swapping.py` copies.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from memserve.core.swap import SwapDecision, SwapLimits
 from memserve.core.tokens import Path
 from memserve.errors import OutOfBlocksError
+from memserve.types import Namespace
 from memserve.workers.mempool import MemPool
-from memserve.workers.swapping import Swapper, num_in_dram_only
+from memserve.workers.swapping import Swapper, SwapStats, num_in_dram_only
 
 
 class _State(enum.Enum):
@@ -45,8 +47,114 @@ def swap_owner(key: str) -> str:
     return f"swap-in for {key}"
 
 
+class Swaps(Protocol):
+    """What the engine loop asks of swapping: `SwapQueue`, or `NoSwaps`. By key: a request's attempt
+    or a transfer."""
+
+    def bring(
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        namespace: Namespace,
+        then: Callable[[], None],
+        *,
+        keeps: bool,
+        is_prompt: bool = True,
+    ) -> None:
+        """Call `then` when as much of these tokens' KV is in HBM as pays; at once, if it is now.
+
+        `keeps`: hold the blocks until `scheduled`, else only while `then` runs. `is_prompt`: what
+        is missing can be computed instead; else all that DRAM has is brought, if there is room.
+        Raises: ValueError if the key is waiting.
+        """
+        ...
+
+    def scheduled(self, key: str) -> None:
+        """The request's own references hold its blocks now."""
+        ...
+
+    def drop(self, key: str) -> bool:
+        """Let go of what is held for it. Returns whether it was waiting: `then` will not be called.
+
+        Unknown keys are fine.
+        """
+        ...
+
+    def relax(self) -> int:
+        """Drop what is held for requests that are in the engine, when that starves.
+
+        Returns how many blocks that were.
+        """
+        ...
+
+    def poll(self) -> None:
+        """Let the swapper go on, and call `then` for whom it is time."""
+        ...
+
+    @property
+    def is_active(self) -> bool:
+        """Whether `poll` has something to do now."""
+        ...
+
+    def next_deadline(self) -> float | None:
+        """When to call `poll` though it is not active, by the clock."""
+        ...
+
+    def stats(self) -> SwapStats: ...
+
+    def check_integrity(self) -> list[str]:
+        """As `Swapper.check_integrity`, and what is held without need. Does not mutate."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the copies, and drop everything. Nobody is called."""
+        ...
+
+
+class NoSwaps:
+    """There is no DRAM tier: nobody waits."""
+
+    is_active = False
+
+    def bring(
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        namespace: Namespace,
+        then: Callable[[], None],
+        *,
+        keeps: bool,
+        is_prompt: bool = True,
+    ) -> None:
+        then()
+
+    def scheduled(self, key: str) -> None:
+        pass
+
+    def drop(self, key: str) -> bool:
+        return False
+
+    def relax(self) -> int:
+        return 0
+
+    def poll(self) -> None:
+        pass
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def stats(self) -> SwapStats:
+        return SwapStats(0, 0, 0, 0)
+
+    def check_integrity(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
 class SwapQueue:
-    """By key: a request, or a transfer that reserves."""
+    """`Swaps` over a swapper."""
 
     def __init__(
         self,
@@ -67,20 +175,18 @@ class SwapQueue:
     def bring(
         self,
         key: str,
-        path: Path,
-        num_tokens: int,
+        token_ids: Sequence[int],
+        namespace: Namespace,
         then: Callable[[], None],
         *,
         keeps: bool,
+        is_prompt: bool = True,
     ) -> None:
-        """Call `then` when as much of the path is in HBM as pays; at once, if that is so now.
-
-        `num_tokens`: of the whole prompt. `keeps`: hold the blocks until `scheduled`, else only
-        while `then` runs. Raises: ValueError if the key is waiting.
-        """
         if self.is_waiting(key):
             raise ValueError(f"{key} waits for DRAM already")
-        if key in self._guests or not self._pays(path, num_tokens):
+        path = self._mempool.path(token_ids, namespace)
+        # A key that is known and does not wait still has a copy that ends.
+        if key in self._guests or not self._pays(path, len(token_ids), is_prompt=is_prompt):
             then()
             return
         expires_at = self._clock() + self._limits.deadline_s
@@ -93,33 +199,27 @@ class SwapQueue:
         return guest is not None and guest.then is not None
 
     def scheduled(self, key: str) -> None:
-        """The request's own references hold its blocks now."""
         self.drop(key)
 
-    def drop(self, key: str) -> None:
-        """Let go of what is held for it; `then` will not be called. Unknown keys are fine."""
+    def drop(self, key: str) -> bool:
         guest = self._guests.get(key)
         if guest is None:
-            return
-        guest.then = None
+            return False
+        was_waiting, guest.then = guest.then is not None, None
         if guest.state is _State.COPYING:
             self._swapper.cancel(swap_owner(key))  # its blocks are written until that has ended
-            return
-        del self._guests[key]
-        self._mempool.unpin(swap_owner(key))
+        else:
+            del self._guests[key]
+            self._mempool.unpin(swap_owner(key))
+        return was_waiting
 
     def relax(self) -> int:
-        """Drop what is held for requests that are in the engine, when that starves.
-
-        Returns how many blocks that were.
-        """
         present = [key for key, guest in self._guests.items() if guest.state is _State.PRESENT]
         for key in present:
             del self._guests[key]
         return sum(self._mempool.unpin(swap_owner(key)) for key in present)
 
     def poll(self) -> None:
-        """Let the swapper go on, and call `then` for whom it is time."""
         for end in self._swapper.poll():
             self._arrived(end.owner.removeprefix(swap_owner("")), end.error)
         self._give_up()
@@ -127,25 +227,24 @@ class SwapQueue:
 
     @property
     def is_active(self) -> bool:
-        """Whether `poll` has something to do now."""
         return self._swapper.is_active
 
     def next_deadline(self) -> float | None:
-        """When to call `poll` though it is not active, by the clock."""
         times = [g.expires_at for g in self._guests.values() if g.then is not None]
         if (at := self._swapper.next_deadline()) is not None:
             times.append(at)
         return min(times, default=None)
 
     def close(self) -> None:
-        """Wait for the copies, and drop everything. Nobody is called."""
         self._swapper.close()
         for key in self._guests:
             self._mempool.unpin(swap_owner(key))
         self._guests.clear()
 
+    def stats(self) -> SwapStats:
+        return self._swapper.stats()
+
     def check_integrity(self) -> list[str]:
-        """As `Swapper.check_integrity`, and what is held without need. Does not mutate."""
         problems = self._swapper.check_integrity()
         for key, guest in self._guests.items():
             if guest.state is _State.WAITING and self._mempool.holds(swap_owner(key)):
@@ -154,11 +253,13 @@ class SwapQueue:
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────
 
-    def _pays(self, path: Path, num_tokens: int) -> bool:
+    def _pays(self, path: Path, num_tokens: int, *, is_prompt: bool) -> bool:
         match = self._mempool.find(path)
         missing = num_in_dram_only(match)
         cached_tokens = match.num_hbm_prefix * path.block_size
-        return missing > 0 and self._decision.pays(num_tokens, cached_tokens, missing)
+        if not missing or not is_prompt:
+            return missing > 0
+        return self._decision.pays(num_tokens, cached_tokens, missing)
 
     def _begin(self) -> None:
         """Start copies for those who wait, in order, as long as there is room."""

@@ -11,7 +11,7 @@ from memserve.core.swap import SwapLimits
 from memserve.errors import TransferError
 from memserve.ops.blocks import BlockOps, TorchBlockOps
 from memserve.ops.views import BlockView
-from memserve.types import Medium
+from memserve.types import Geometry, Medium
 from memserve.workers.dram import CopyQueue, DramTier
 from memserve.workers.hostmemory import HostMemory
 from memserve.workers.swapping import Swapper
@@ -118,6 +118,42 @@ class ManualQueues:
     @property
     def out(self) -> ManualQueue:
         return self.made[1]
+
+
+class CheapSwaps:
+    """Costs by which DRAM is always faster than computing: a second a token, nothing a byte."""
+
+    def exec_s(self, num_tokens: int, cached_tokens: int = 0) -> float:
+        return float(num_tokens - cached_tokens)
+
+    def swap_in_s(self, size_bytes: int) -> float:
+        return 0.0
+
+
+class DearSwaps(CheapSwaps):
+    """Computing is always faster."""
+
+    def swap_in_s(self, size_bytes: int) -> float:
+        return 1e9
+
+
+def make_tier(
+    shape: Geometry,
+    memory: bytearray,
+    queues: ManualQueues,
+    clock: Callable[[], float],
+    num_slots: int = 32,
+) -> DramTier:
+    """Over `memory`; it copies when the queues say so."""
+    return DramTier(
+        shape,
+        torch.frombuffer(memory, dtype=torch.uint8),
+        HostMemory(num_slots * shape.block_bytes, pin=False),
+        queues.ops,
+        clock,
+        piece_bytes=shape.block_bytes,
+        make_queue=queues,
+    )
 
 
 class SwapNode(Node):
