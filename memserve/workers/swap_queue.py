@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from memserve.core.radix import Match
 from memserve.core.swap import SwapDecision, SwapLimits
 from memserve.core.tokens import Path
 from memserve.errors import OutOfBlocksError
@@ -220,10 +221,13 @@ class SwapQueue:
         return sum(self._mempool.unpin(swap_owner(key)) for key in present)
 
     def poll(self) -> None:
-        for end in self._swapper.poll():
-            self._arrived(end.owner.removeprefix(swap_owner("")), end.error)
         self._give_up()
-        self._begin()
+        self._begin()  # before the swapper's turn: their copies go on in it
+        ended = self._swapper.poll()
+        for end in ended:
+            self._arrived(end.owner.removeprefix(swap_owner("")), end.error)
+        if ended:
+            self._begin()
 
     @property
     def is_active(self) -> bool:
@@ -268,7 +272,7 @@ class SwapQueue:
                 continue
             if self._swapper.is_coming(guest.path):
                 continue  # another one brings what it needs, or a part of it
-            if not self._has_room(guest):
+            if not self._has_room(self._mempool.find(guest.path)):
                 return
             try:
                 num_blocks = self._swapper.swap_in(swap_owner(key), guest.path)
@@ -281,9 +285,10 @@ class SwapQueue:
             else:
                 self._leave(key)
 
-    def _has_room(self, guest: _Guest) -> bool:
+    def _has_room(self, match: Match) -> bool:
         held = self._num_held()
-        return not held or held + guest.path.num_blocks <= self._limits.pinned_blocks
+        is_small = held + match.num_blocks <= self._limits.pinned_blocks
+        return not held or is_small or not num_in_dram_only(match)
 
     def _num_held(self) -> int:
         return sum(len(self._mempool.held(swap_owner(key))) for key in self._guests)
