@@ -276,9 +276,9 @@ def main(args: argparse.Namespace) -> None:
         raw[f"{num_instances}/walk by tokens, µs"] = by_length(load, args.repeats)
         if num_instances == 64:
             tokens = np.frombuffer(load.prompts[0], np.int32).tolist()
-            metrics["pack_8192_tokens_us"] = statistics.median(
-                timed(lambda: pack(tokens)) for _ in range(100)
-            ) * 1e6
+            metrics["pack_8192_tokens_us"] = (
+                statistics.median(timed(lambda: pack(tokens)) for _ in range(100)) * 1e6
+            )
             metrics |= following(load)
     publish(
         "place_latency",

@@ -40,6 +40,9 @@ Port: TypeAlias = Annotated[
 ]
 AtLeast1: TypeAlias = Annotated[int, msgspec.Meta(ge=1, description="an integer above 0")]
 AtLeast0: TypeAlias = Annotated[int, msgspec.Meta(ge=0, description="an integer, 0 or more")]
+Gigabytes: TypeAlias = Annotated[
+    float, msgspec.Meta(ge=0, le=1 << 20, description="a number of GiB, 0 for none")
+]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, description="a string, not empty")]
 
 
@@ -79,6 +82,8 @@ class MempoolConfig(msgspec.Struct, frozen=True):
 
     hbm_mb: AtLeast1 | None = None
     """MiB for KV blocks. None: 128 on CPU."""
+    dram_gb: Gigabytes = 0.0
+    """Host memory of each instance for blocks that the KV cache has no room for."""
     reserve_blocks: AtLeast0 = 1
     """Blocks that a peer's allocation leaves free."""
     layout: Literal["auto", "block_first", "layer_first"] = "auto"
@@ -139,6 +144,11 @@ class Config(msgspec.Struct, frozen=True):
         """All keys that are accepted; none if nobody is asked for one."""
         first = [self.server.api_key] if self.server.api_key else []
         return first + self.server.api_keys
+
+    @property
+    def dram_bytes(self) -> int:
+        """Host memory for KV blocks of one instance."""
+        return int(self.mempool.dram_gb * (1 << 30))
 
     @property
     def served_name(self) -> str:

@@ -228,6 +228,7 @@ class Orchestrator:
                 engine=engine_settings(config),
                 kv_bytes=config.kv_bytes,
                 layout=config.mempool.layout,
+                dram_bytes=config.dram_bytes,
                 reserve_blocks=config.mempool.reserve_blocks,
                 heartbeat_interval_s=config.cluster.heartbeat_interval_s,
                 num_threads=num_threads,

@@ -39,6 +39,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the KV cache; None: what vLLM finds free."""
     layout: str = "auto"
     """auto, block_first or layer_first."""
+    dram_bytes: int = 0
+    """Host memory for KV blocks; 0: none."""
     reserve_blocks: int = 1
     """Blocks that stay free when a peer asks for some."""
     heartbeat_interval_s: float = 1.0
