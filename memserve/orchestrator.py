@@ -29,8 +29,8 @@ from aiohttp import web
 from memserve.channel import Hub
 from memserve.cluster import ClusterManager, ClusterSettings
 from memserve.config import Config, caching_in_force, engine_settings, mode_in_force
-from memserve.core.lifecycle import Seat
 from memserve.core.timeline import RequestTimeline
+from memserve.core.vocabulary import Seat
 from memserve.errors import ConfigError, MemServeError, StartError
 from memserve.frontend.app import build_app, make_runner
 from memserve.messages import AnyEvent, Audited, Heartbeat, LinkReady, Ready, StartFailed

@@ -22,7 +22,10 @@ import msgspec
 from memserve.accounting import Members, Totals, Traffic
 from memserve.core import policy
 from memserve.core.delivery import Delivery
-from memserve.core.lifecycle import (
+from memserve.core.lifecycle import Phase, RequestLifecycle
+from memserve.core.prompt_tree import PromptTree
+from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
+from memserve.core.vocabulary import (
     Action,
     AnyInput,
     ClientCancelled,
@@ -34,18 +37,14 @@ from memserve.core.lifecycle import (
     Limits,
     Note,
     Output,
-    Phase,
     PlaceAgain,
     Plan,
-    RequestLifecycle,
     RequestSpec,
     Seat,
     Send,
     StopSeen,
     WorkerEvent,
 )
-from memserve.core.prompt_tree import PromptTree
-from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
 from memserve.errors import InstanceLostError, MemServeError, UnavailableError
 from memserve.frontend.service import OutputSink
 from memserve.messages import (

@@ -27,16 +27,33 @@ Rules that every path obeys:
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias
 
 import msgspec
 
 from memserve.core.delivery import Delivery
+from memserve.core.vocabulary import (
+    Action,
+    AnyInput,
+    ClientCancelled,
+    Deliver,
+    Ended,
+    Fail,
+    InstanceLost,
+    Learned,
+    Limits,
+    Note,
+    Output,
+    PlaceAgain,
+    Plan,
+    RequestSpec,
+    Seat,
+    Send,
+    StopSeen,
+)
 from memserve.messages import (
     Abort,
     Allocate,
     Allocated,
-    AnyCommand,
     Cancel,
     Commit,
     Decode,
@@ -53,7 +70,7 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import Direction, InstanceId, Namespace, RequestId, TransferId
+from memserve.types import Direction, InstanceId, TransferId
 
 
 class Phase(enum.Enum):
@@ -66,138 +83,6 @@ class Phase(enum.Enum):
     RETURN = "return"
     DRAIN = "drain"
     ENDED = "ended"
-
-
-class Seat(msgspec.Struct, frozen=True):
-    """One life of an instance."""
-
-    instance: InstanceId
-    epoch: int
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """Where a request runs. Without `decode` it runs whole on `first`."""
-
-    first: Seat
-    decode: Seat | None
-    first_is_private: bool
-    """The first instance keeps nothing for later requests."""
-    decode_is_private: bool
-    returns: bool
-    """D gives the KV of generated tokens back."""
-
-
-class RequestSpec(msgspec.Struct, frozen=True):
-    """What the lifecycle has to know of a request."""
-
-    id: RequestId
-    prompt_token_ids: list[int]
-    request: bytes
-    """vLLM's `EngineCoreRequest` without the prompt's tokens, opaque here."""
-    max_tokens: int
-    """Tokens to generate at most, at least 1 (the context's limit is already in it)."""
-    resample: bool
-    """D must sample the first token itself: grammars, penalties, `min_tokens` and seeds depend on
-    the generated tokens, and D would take P's token for a part of the prompt."""
-    namespace: Namespace
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Settings that are the same for all requests."""
-
-    block_size: int
-    max_attempts: int
-    """How often a request is placed at most."""
-    reservation_s: float
-
-
-# What `step` asks of the scheduler.
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Send a command to an instance."""
-
-    instance: InstanceId
-    command: AnyCommand
-
-
-class Deliver(msgspec.Struct, frozen=True):
-    """Pass the output that is being processed on to the client."""
-
-    delivery: Delivery
-
-
-class Fail(msgspec.Struct, frozen=True):
-    """End the client's stream with an error."""
-
-    message: str
-
-
-class PlaceAgain(msgspec.Struct, frozen=True):
-    """Call `place` with a new plan, or `give_up`."""
-
-    reason: str
-
-
-class Learned(msgspec.Struct, frozen=True):
-    """The instance holds the KV of the first `num_tokens` of the request's tokens."""
-
-    instance: InstanceId
-    num_tokens: int
-
-
-class Note(msgspec.Struct, frozen=True):
-    """A line for the request's timeline."""
-
-    name: str
-    instance: InstanceId | None = None
-    detail: dict[str, str | int | float] = {}
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """Nothing is held anywhere; no event matters any more."""
-
-
-Action: TypeAlias = Send | Deliver | Fail | PlaceAgain | Learned | Note | Ended
-
-
-# What comes in besides the workers' events.
-
-
-class ClientCancelled(msgspec.Struct, frozen=True):
-    """The client went away, or its time is over."""
-
-
-class StopSeen(msgspec.Struct, frozen=True):
-    """The front end found a stop string: the client's stream is complete."""
-
-
-class InstanceLost(msgspec.Struct, frozen=True):
-    """This life of the instance is over, and its process is gone."""
-
-    seat: Seat
-
-
-class Output(msgspec.Struct, frozen=True):
-    """One `TokenOutput`, with where it came from."""
-
-    instance: InstanceId
-    output: TokenOutput
-
-
-WorkerEvent: TypeAlias = (
-    Started
-    | Finished
-    | Rejected
-    | Allocated
-    | Refused
-    | Expired
-    | Sent
-    | TransmitFailed
-    | Inserted
-    | InsertFailed
-)
-AnyInput: TypeAlias = WorkerEvent | Output | ClientCancelled | StopSeen | InstanceLost
 
 
 class TransferState(enum.Enum):

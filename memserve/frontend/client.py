@@ -33,7 +33,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from memserve.core.delivery import Delivery
-from memserve.core.lifecycle import RequestSpec
+from memserve.core.vocabulary import RequestSpec
 from memserve.errors import DeadlineError, MemServeError, RequestError
 from memserve.frontend.calls import Call, CallIndex
 from memserve.frontend.errors import ApiError

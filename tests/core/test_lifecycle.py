@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from memserve.core.lifecycle import (
+from memserve.core.lifecycle import Phase, RequestLifecycle
+from memserve.core.vocabulary import (
     Action,
     AnyInput,
     ClientCancelled,
@@ -20,10 +21,8 @@ from memserve.core.lifecycle import (
     Limits,
     Note,
     Output,
-    Phase,
     PlaceAgain,
     Plan,
-    RequestLifecycle,
     RequestSpec,
     Seat,
     Send,

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memserve.core.lifecycle import (
+from memserve.core.lifecycle import Phase, RequestLifecycle
+from memserve.core.vocabulary import (
     Action,
     AnyInput,
     ClientCancelled,
@@ -27,10 +28,8 @@ from memserve.core.lifecycle import (
     Limits,
     Note,
     Output,
-    Phase,
     PlaceAgain,
     Plan,
-    RequestLifecycle,
     RequestSpec,
     Seat,
     Send,
