@@ -96,7 +96,9 @@ def spec_for(device: str) -> DeviceSpec:
     return next((spec for name, spec in DEVICES.items() if name in device), UNKNOWN_GPU)
 
 
-def built_in(shape: ModelShape, device: str, *, model: str = "", dtype: str = "bfloat16") -> Profile:
+def built_in(
+    shape: ModelShape, device: str, *, model: str = "", dtype: str = "bfloat16"
+) -> Profile:
     """A profile for a model that nobody calibrated on this device."""
     spec = spec_for(device)
     heads, kv_heads = shape.heads(1)

@@ -1,7 +1,7 @@
 """What calibration knows of one model on one device: shapes, operator fits, constants, links.
 
 Plain data, serialisable as JSON. `cost_fit.py` makes a `Profile` from measurements, `builtin.py`
-one from a device's data sheet, `cost_model.py` computes with it. The paper: section 6, "Cost model".
+one from a device's data sheet, `cost_model.py` computes with it. The paper: section 6.
 
 All sizes are those of one rank. An operator fit that was measured at one degree of tensor
 parallelism says what it costs at another (`GemmFit.resized`, `AttentionFit.resized`).
@@ -123,15 +123,19 @@ class GemmFit(msgspec.Struct, frozen=True):
     last_wave_s: float
     read_s: float
     read_token_s: float
+    correction: tuple[tuple[int, float], ...] = ()
+    """Tokens, rising → measured over the formula: libraries choose other kernels at other sizes."""
 
     def seconds(self, tokens: Tokens, num_sms: int) -> Floats:
         """Shape: that of `tokens`."""
         tiles = -(-tokens // self.tile_m) * -(-self.gemm.n // self.tile_n)
         waves = -(-tiles // num_sms)
         compute = (waves - 1) * self.full_wave_s + self.last_wave_s
-        return np.where(
-            tokens > 0, np.maximum(compute, self.read_s + tokens * self.read_token_s), 0.0
-        )
+        seconds = np.maximum(compute, self.read_s + tokens * self.read_token_s)
+        if self.correction:
+            known, ratios = np.array(self.correction).T
+            seconds = seconds * np.interp(np.log2(np.maximum(tokens, 1)), np.log2(known), ratios)
+        return np.where(tokens > 0, seconds, 0.0)
 
     def resized(self, gemm: Gemm) -> GemmFit:
         """The same kernel on another shard: a tile's time goes with `k`, the number of tiles with
@@ -166,6 +170,11 @@ class AttentionFit(msgspec.Struct, frozen=True):
     decode_fixed_s: float
     decode_request_s: float
     decode_context_s: float
+
+    def prefill_s(self, new_tokens: int, cached_tokens: int) -> float:
+        """One request's."""
+        pairs = self.cached_pair_s * cached_tokens + self.new_pair_s * new_tokens + self.token_s
+        return new_tokens * pairs + self.read_s * cached_tokens + self.fixed_s
 
     def resized(self, num_heads: int, num_kv_heads: int) -> AttentionFit:
         """With other heads: computing goes with the query heads, reading with the KV heads."""
@@ -209,6 +218,8 @@ class StepFit(msgspec.Struct, frozen=True):
     (fused by the compiler, under its clocks).
     """
 
+    request_s: float = 0.0
+    """Once per request."""
     host_s: float = 0.0
     floor_s: float = 0.0
     graph_floor_s: float = 0.0
@@ -218,7 +229,6 @@ class StepFit(msgspec.Struct, frozen=True):
     prompt_token_s: float = 0.0
     """Once per request and prompt token, cached or not: hashes, block tables."""
     decode_host_s: float = 0.0
-    decode_floor_s: float = 0.0
     decode_request_s: float = 0.0
     """Per request of a decode step: sampling, output."""
     decode_scale: float = 1.0
@@ -248,7 +258,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     attention: tuple[AttentionFit, ...]
     elementwise: dict[str, LinearFit]
     reduce: LinkFit
-    """All-reduce over the ranks of an instance, by the bytes that a rank sends."""
+    """All-reduce over the ranks of an instance, by the bytes that each rank sends (of a message of
+    s bytes: 2·(tp−1)/tp·s)."""
     step: StepFit = StepFit()
     links: dict[str, LinkFit]
     """Kind of link → its fit. `dram`: between host memory and HBM."""
@@ -267,6 +278,46 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """The fit at these heads, else the nearest one, resized."""
         nearest = min(self.attention, key=lambda fit: abs(np.log(fit.num_heads / num_heads)))
         return nearest.resized(num_heads, num_kv_heads)
+
+
+class StepParts(msgspec.Struct, frozen=True):
+    """A step's operators but attention, summed over the layers, unscaled. One shape for both."""
+
+    gemms_s: Floats
+    linear_s: Floats
+    """Element-wise operators and, over several ranks, all-reduces."""
+
+
+def step_parts(profile: Profile, tp: int, tokens: Tokens, sampled: int | Tokens = 1) -> StepParts:
+    """What steps of `tokens` tokens cost one of `tp` ranks.
+
+    `sampled`: rows that go through the LM head.
+    """
+    shape = profile.shape
+    tokens = _padded(tokens, profile.graph_sizes)
+    gemms = np.zeros(tokens.shape)
+    for gemm in shape.layer_gemms(tp):
+        gemms += shape.num_layers * profile.gemm_fit(gemm).seconds(tokens, profile.num_sms)
+    rows = np.broadcast_to(np.asarray(sampled, dtype=np.int64), tokens.shape)
+    gemms += profile.gemm_fit(shape.head_gemm(tp)).seconds(rows, profile.num_sms)
+    linear = np.zeros(tokens.shape)
+    for name, width in shape.elementwise(tp).items():
+        fit = profile.elementwise[name]
+        linear += shape.num_layers * (fit.fixed_s + fit.element_s * width * tokens)
+    if tp > 1:
+        sent = 2 * (tp - 1) / tp * tokens * shape.hidden * shape.dtype_bytes
+        reduce = profile.reduce.fixed_s + sent / profile.reduce.bytes_per_s
+        linear += 2 * shape.num_layers * reduce
+    return StepParts(gemms, linear)
+
+
+def _padded(tokens: Tokens, graph_sizes: tuple[int, ...]) -> Tokens:
+    """To the next size that a graph was captured at, if there is one."""
+    if not graph_sizes:
+        return tokens
+    sizes = np.array(graph_sizes, dtype=np.int64)
+    places = np.minimum(np.searchsorted(sizes, tokens), len(sizes) - 1)
+    return np.where(tokens <= sizes[-1], sizes[places], tokens)
 
 
 def _share(whole: int, tp: int) -> int:
