@@ -73,28 +73,33 @@ def read(path: Path) -> list[Call]:
 
 
 def _calls(path: Path) -> Iterator[Call]:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open()
-    with opened as lines:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
         first = next((line for line in lines if line.strip()), "")
         if first.startswith("TIMESTAMP,"):
             yield from _azure(csv.DictReader(itertools.chain([first], lines)), path)
-            return
-        row = _decode(first, path, 1)
-        reader = next((reader for keys, reader in _READERS.items() if keys <= row.keys()), None)
-        if reader is None:
-            raise ConfigError(
-                _FLAG,
-                f"{path}: a record with {', '.join(sorted(row)) or 'nothing'} is of no known kind",
-                "Mooncake, Azure, ShareGPT, LooGLE, ReAct or MemServe's own format",
-            )
-        rest = (_decode(line, path, n) for n, line in enumerate(lines, 2) if line.strip())
-        number = 0
-        try:
-            for number, call in enumerate(reader(itertools.chain([row], rest)), 1):
-                yield call
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ConfigError(_FLAG, f"{path}: after {number} calls: {what}") from error
+        elif first:
+            yield from _json_calls(first, lines, path)
+
+
+def _json_calls(first: str, lines: Iterable[str], path: Path) -> Iterator[Call]:
+    row = _decode(first, path, 1)
+    reader = next((reader for keys, reader in _READERS.items() if keys <= row.keys()), None)
+    if reader is None:
+        raise ConfigError(
+            _FLAG,
+            f"{path}: a record with {', '.join(sorted(row)) or 'nothing'} is of no known kind",
+            "Mooncake, Azure, ShareGPT, LooGLE, ReAct or MemServe's own format",
+        )
+    rest = (_decode(line, path, n) for n, line in enumerate(lines, 2) if line.strip())
+    count = 0
+    try:
+        for call in reader(itertools.chain([row], rest)):
+            yield call
+            count += 1
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(_FLAG, f"{path}: after {count} calls: {what}") from error
 
 
 def _decode(line: str, path: Path, number: int) -> _Row:

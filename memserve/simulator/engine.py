@@ -14,7 +14,7 @@ Collaborator: `worker.py`, which drives it and tells the scheduler.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -28,7 +28,7 @@ _MOST_STEPS = 64
 """Taken together; bounds how late the prompt trees hear of anything."""
 
 
-class Run(msgspec.Struct):
+class Run(msgspec.Struct, eq=False):
     """One `Prefill` or `Decode` in the engine."""
 
     id: RequestId
@@ -55,7 +55,7 @@ class Run(msgspec.Struct):
         return self.num_generated > 0 and self.num_computed == len(self.tokens) - 1
 
 
-class Step(msgspec.Struct):
+class Step(msgspec.Struct, eq=False):
     """What is being computed now; several steps at once if nothing but decoding happens."""
 
     chunks: list[tuple[Run, int]]
@@ -148,7 +148,7 @@ class SimulatedEngine:
         self._waiting.append(run)
 
     def abort(self, run: Run) -> None:
-        """Take it out. What a step that runs now computes for it is dropped."""
+        """Take it out; between two steps only."""
         if run in self._running:
             self._running.remove(run)
             self._release(run)
@@ -172,23 +172,17 @@ class SimulatedEngine:
         return step
 
     def finish(self, step: Step) -> list[Output]:
-        """The step has run: its outputs, in order. Requests that were aborted meanwhile have none."""
+        """The step has run: its outputs, in order. Nothing may be added or aborted meanwhile."""
         self.busy_s += step.seconds(step.num_steps)
-        outputs: list[Output] = []
-        living = set(map(id, self._running))
-        for run in step.decodes:
-            if id(run) in living:
-                outputs.append(self._advance(run, step.num_steps))
+        outputs = [self._advance(run, step.num_steps) for run in step.decodes]
         for run, count in step.chunks:
-            if id(run) not in living:
-                continue
             run.num_computed += count
             self._index(run)
             if run.num_computed == len(run.tokens):
-                outputs.append(self._advance(run, 1, is_computed=True))
+                outputs.append(self._advance(run, 1))
         return outputs
 
-    def _advance(self, run: Run, num_steps: int, *, is_computed: bool = False) -> Output:
+    def _advance(self, run: Run, num_steps: int) -> Output:
         new = run.reply[:num_steps]
         del run.reply[:num_steps]
         run.tokens += new
@@ -205,7 +199,7 @@ class SimulatedEngine:
         """Every decoding request that has a block for its next token."""
         decodes: list[Run] = []
         for run in list(self._running):
-            if run not in self._running or not run.is_decoding:  # put back for an older one
+            if not run.block_ids or not run.is_decoding:  # without blocks: put back for another
                 continue
             while not self._grow(run, len(run.tokens)):
                 youngest = self._running[-1]
@@ -214,7 +208,7 @@ class SimulatedEngine:
                     break
             else:
                 decodes.append(run)
-        return [run for run in decodes if run in self._running]
+        return [run for run in decodes if run.block_ids]
 
     def _plan_chunks(self, budget: int) -> list[tuple[Run, int]]:
         chunks: list[tuple[Run, int]] = []
@@ -252,8 +246,8 @@ class SimulatedEngine:
     def _admit(self, run: Run) -> bool:
         """Take what the index has of the prompt, and blocks for all the rest."""
         size = self._mempool.block_size
-        prefix = self._mempool.prefix(run.tokens, run.namespace)
-        hits = self._mempool.match_prefix(prefix)[: (len(run.tokens) - 1) // size]
+        path = self._mempool.path(run.tokens, run.namespace)
+        hits = self._mempool.match_path(path)[: (len(run.tokens) - 1) // size]
         self._mempool.pin(run.owner, hits)
         try:
             new = self._mempool.alloc_mem(-(-len(run.tokens) // size) - len(hits), run.owner)
@@ -292,18 +286,11 @@ class SimulatedEngine:
         if full <= run.num_indexed:
             return
         tokens = run.tokens[: full * self._mempool.block_size]
-        prefix = self._mempool.prefix(tokens, run.namespace)
-        run.block_ids[:full] = self._mempool.insert_prefix(
-            prefix, run.block_ids[:full], run.owner
-        )
+        path = self._mempool.path(tokens, run.namespace)
+        run.block_ids[:full] = self._mempool.insert_path(path, run.block_ids[:full], run.owner)
         run.num_indexed = full
 
     def _release(self, run: Run) -> None:
         self._mempool.free_all(run.owner)
         run.block_ids = []
         run.num_computed = run.num_indexed = 0
-
-
-def blocks_of(run: Run) -> Sequence[BlockId]:
-    """Its block table."""
-    return run.block_ids

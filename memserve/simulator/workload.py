@@ -136,7 +136,8 @@ def poisson(
     waiting = _sessions(calls, requests, rng)
     count = len(waiting) if think_s is None else max(1, round(rate * think_s))
     open_sessions = [waiting.pop() for _ in range(min(count, len(waiting)))]
-    now, sent = 0.0, []
+    now = 0.0
+    sent: list[Call] = []
     while open_sessions and len(sent) < requests:
         now += rng.expovariate(rate)
         place = rng.randrange(len(open_sessions))
