@@ -154,19 +154,24 @@ def _facts(summary: Summary) -> list[str]:
         f"{name} {format_size(size)} in {format_count(summary.transfers[name])}"
         for name, size in sorted(summary.moved_bytes.items())
     ]
-    return [
+    requests = (
         f"{format_count(summary.requests)} requests, {summary.failed} failed, in "
         f"{summary.duration_s:.1f} s: {summary.requests_per_s:.2f} requests/s, "
-        f"{summary.generated_per_s:,.0f} tokens/s",
+        f"{summary.generated_per_s:,.0f} tokens/s"
+    )
+    cached = format_ratio(summary.cached_tokens, summary.prompt_tokens)
+    scheduler = (
+        f"scheduler, on this machine: {1e3 * summary.submit_p50_s:.2f} ms to place a request "
+        f"(p99 {1e3 * summary.submit_p99_s:.2f}), {summary.scheduler_s:.1f} s in all"
+    )
+    return [
+        requests,
         f"goodput {100 * summary.goodput:.1f}%: {summary.goodput_per_s:.2f} requests/s",
-        f"from the cache {format_ratio(summary.cached_tokens, summary.prompt_tokens)} of "
-        f"{format_count(summary.prompt_tokens)} prompt tokens",
+        f"from the cache: {cached} of {format_count(summary.prompt_tokens)} prompt tokens",
         f"moved: {', '.join(moved) or 'nothing'}",
         f"evicted {format_count(summary.evicted_blocks)} blocks, preempted {summary.preempted}",
-        f"engines busy {100 * summary.busy_mean:.0f}% in the mean, "
-        f"{100 * summary.busy_most:.0f}% at most",
-        f"scheduler, on this machine: {1e3 * summary.submit_p50_s:.2f} ms to place a request "
-        f"(p99 {1e3 * summary.submit_p99_s:.2f}), {summary.scheduler_s:.1f} s in all",
+        f"engines busy: mean {100 * summary.busy_mean:.0f}%, most {100 * summary.busy_most:.0f}%",
+        scheduler,
     ]
 
 

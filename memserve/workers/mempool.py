@@ -27,10 +27,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from memserve.changes import AnyChange, Inserted
-from memserve.core.radix import Cursor, Locations, Match, RadixIndex
+from memserve.core.radix import Cursor, Match, RadixIndex
 from memserve.core.tokens import Path
-from memserve.errors import OutOfBlocksError
-from memserve.types import BlockId, Medium, Namespace, SlotId
+from memserve.types import BlockId, Namespace, SlotId
 from memserve.workers.owners import Owners
 from memserve.workers.pools import BlockCounts, Pool, RunningRequest
 
@@ -151,7 +150,9 @@ class MemPool:
         return Path(token_ids, self.block_size, namespace)
 
     def match(
-        self, token_ids: Sequence[int], namespace: Namespace = Namespace()  # noqa: B008
+        self,
+        token_ids: Sequence[int],
+        namespace: Namespace = Namespace(),  # noqa: B008
     ) -> list[BlockId]:
         """The HBM blocks of the longest prefix that is in HBM. Does not mutate: pin to keep them."""
         return self.match_path(self.path(token_ids, namespace))
@@ -185,7 +186,9 @@ class MemPool:
         raise NotImplementedError
 
     def delete(
-        self, token_ids: Sequence[int], namespace: Namespace = Namespace()  # noqa: B008
+        self,
+        token_ids: Sequence[int],
+        namespace: Namespace = Namespace(),  # noqa: B008
     ) -> int:
         """Forget the KV of these tokens, and of all that continues them, in every medium.
 
