@@ -4,8 +4,8 @@ Collaborators: `main.py` builds the engine here; `engine_loop.py` steps it throu
 `connector.py` is built by vLLM itself, and finds its host in the configuration made here.
 
 The engine is an unmodified vLLM wheel. What this module reaches into: the constructor and `step_fn`
-of `EngineCore`, the scheduler's queues and block pool, the list of KV layouts that the CPU backend
-admits to, and the one call that allocates the KV cache.
+of `EngineCore`, the scheduler's queues, the list of KV layouts that the CPU backend admits to, and
+the one call that allocates the KV cache. Inside the block pool: `engine_pool.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from memserve.errors import ConfigError, RequestError, StartError
-from memserve.types import Geometry
+from memserve.types import Geometry, Namespace
 
 if TYPE_CHECKING:
     from memserve.workers.connector import ConnectorHost
@@ -254,7 +254,7 @@ class Engine:
         length: int = self._core.vllm_config.model_config.max_model_len
         return length
 
-    def hash_request(self, token_ids: Sequence[int], salt: str | None) -> Request:
+    def hash_request(self, token_ids: Sequence[int], namespace: Namespace) -> Request:
         """A request that is never scheduled: vLLM computes the block hashes of the tokens."""
         request = EngineCoreRequest(
             request_id="hash",
@@ -264,7 +264,7 @@ class Engine:
             pooling_params=None,
             arrival_time=0.0,
             lora_request=None,
-            cache_salt=salt,
+            cache_salt=namespace.cache_salt,
             data_parallel_rank=None,
         )
         return Request.from_engine_core_request(request, self._core.request_block_hasher)
@@ -329,6 +329,12 @@ class Engine:
         """
         self._core.model_executor.shutdown()
         self._core.scheduler.shutdown()
+
+
+def namespace_of(request: Request) -> Namespace:
+    """Who may share the request's KV, by vLLM's own rules (an empty salt is none)."""
+    lora = request.lora_request
+    return Namespace(request.cache_salt or None, None if lora is None else lora.lora_name)
 
 
 def complete_tokens(request: Request) -> int:

@@ -6,7 +6,7 @@ all of it. One thread does everything, so nothing is locked and no block changes
 
     wait (busy: not at all; idle: until a command, a deadline or the next heartbeat)
       └▶ serve all commands ─▶ let links go on ─▶ one engine step ─▶ Tokens, Finished, sources ┐
-      ◀────────────────────────────────────────────────────────────────────────────────────────┘
+      ◀────────────────────────────────────────────── what changed in the index (CacheChanged) ┘
 
 The engine knows a request by an id of its own, `<request>/<attempt>`: a request that is placed
 again must not meet what is left in flight of its earlier attempt.
@@ -47,8 +47,9 @@ from memserve.messages import (
     TransmitFailed,
 )
 from memserve.types import BlockId, InstanceId, Namespace, RequestId
-from memserve.workers.compat import Engine, EngineCodec, complete_tokens
-from memserve.workers.mempool import MemPool, Prefix
+from memserve.workers.compat import Engine, EngineCodec, complete_tokens, namespace_of
+from memserve.workers.index_reports import IndexReports
+from memserve.workers.mempool import MemPool
 from memserve.workers.records import Record, Records
 from memserve.workers.requests import decode_request, prefill_request
 from memserve.workers.transfer import Transfers, private_namespace
@@ -81,6 +82,7 @@ class EngineLoop:
         engine: Engine,
         mempool: MemPool,
         transfers: Transfers,
+        reports: IndexReports,
         channel: Channel,
         heartbeat_interval_s: float,
         clock: Callable[[], float],
@@ -90,6 +92,7 @@ class EngineLoop:
         self._engine = engine
         self._mempool = mempool
         self._transfers = transfers
+        self._reports = reports
         self._channel = channel
         self._heartbeat_interval_s = heartbeat_interval_s
         self._clock = clock
@@ -116,6 +119,7 @@ class EngineLoop:
             if self._engine.is_busy:
                 self._step()
                 falls_idle = not self._engine.is_busy
+            self._reports.flush()
             if falls_idle or self._clock() >= self._next_heartbeat:
                 self._beat()
 
@@ -145,6 +149,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         outputs, has_run = self._engine.step()
+        self._mempool.step_ended(is_idle=not self._engine.is_busy)
         if outputs is not None and outputs.outputs:
             self._send_tokens(outputs)
         self._report_ended()
@@ -183,7 +188,7 @@ class EngineLoop:
             case ResetCache():
                 logger.info("dropped %d historical blocks", self._mempool.reset())
             case SendSnapshot():
-                pass
+                self._reports.send_snapshot()
             case Stop():
                 self._is_stopping = True
 
@@ -361,12 +366,13 @@ class EngineLoop:
 
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         """Pin what is to be sent, while the request still has its blocks."""
+        self._mempool.request_ended(request.request_id)
         record = self._records.running(request.request_id)
         if record is None:
             return
         if record.is_private:
             # Blocks that are in use leave the index only; they are freed as empty ones.
-            self._mempool.delete_prefix(Prefix(request))
+            self._mempool.delete(request.all_token_ids[:], namespace_of(request))
         if record.hold:
             record.held_tokens = complete_tokens(request)
             held_ids = [BlockId(block_id) for block_id in block_ids]
@@ -421,7 +427,7 @@ class EngineLoop:
         )
 
     def _emit(self, event: AnyEvent) -> None:
-        self._channel.send(event)
+        self._reports.send(event)
 
     def stats(self) -> PoolStats:
         """The pool and the queues now."""

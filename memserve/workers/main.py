@@ -27,7 +27,9 @@ from memserve.messages import PROTOCOL_VERSION, PeerJoined, Ready, StartFailed
 from memserve.types import Geometry
 from memserve.workers.compat import Engine, geometry_of, make_config, place_kv_cache
 from memserve.workers.engine_loop import EngineLoop
+from memserve.workers.engine_pool import EnginePool
 from memserve.workers.environment import set_engine_environment
+from memserve.workers.index_reports import IndexReports
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.base import Link
 from memserve.workers.links.shm import KIND as SHM
@@ -112,19 +114,19 @@ class Worker:
             raise StartError("mempool.layout: the attention backend cannot do block_first")
         self._buffer = host.buffer
         mempool = MemPool(
-            self._engine.block_pool,
+            EnginePool(self._engine.block_pool, self._engine.hash_request),
             self._engine.block_size,
-            self._engine.hash_request,
-            spec.reserve_blocks,
+            reserve_blocks=spec.reserve_blocks,
+            records_changes=True,
         )
+        reports = IndexReports(mempool, spec.instance, spec.epoch, port.send)
         self._transfers = Transfers(
             mempool,
             geometry,
             self._open_link,
             spec.instance,
             spec.epoch,
-            time.monotonic,
-            port.send,
+            reports.send,
         )
         self._geometry = geometry
         self.loop = EngineLoop(
@@ -133,6 +135,7 @@ class Worker:
             self._engine,
             mempool,
             self._transfers,
+            reports,
             port,
             spec.heartbeat_interval_s,
             time.monotonic,

@@ -11,8 +11,8 @@ so that each reference taken for MemServe has a name, can be dropped by it, and 
 (`owners.py`); and the index over HBM and DRAM (`core/radix.py`), which follows the pool: what the
 engine publishes, evicts and resets by itself is in the index when the pool's call returns.
 
-One block per prefix and medium: where the engine computes again what the index has, its new block is
-retracted, and used by its own request alone. A block that leaves the index takes along what lies
+One block per prefix and medium: where the engine computes again what the index has, its new block
+is retracted, and used by its own request alone. A block that leaves the index takes along what lies
 below it, in the pool as well: nobody could find it any more.
 
 Collaborators: `transfer.py` moves KV between two pools; `engine_loop.py` and `connector.py` call
@@ -22,14 +22,18 @@ Imports no vLLM, and runs without it (docs/mempool.md).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from memserve.changes import AnyChange, Inserted
-from memserve.core.radix import Cursor, Match, RadixIndex
-from memserve.core.tokens import Path
-from memserve.types import BlockId, Namespace, SlotId
+from memserve.core.radix import Cursor, Insertion, Locations, Match, RadixIndex
+from memserve.core.tokens import Path, pack
+from memserve.errors import OutOfBlocksError
+from memserve.types import BlockId, Medium, Namespace, SlotId
 from memserve.workers.owners import Owners
 from memserve.workers.pools import BlockCounts, Pool, RunningRequest
 
@@ -50,6 +54,11 @@ def is_private(namespace: Namespace) -> bool:
     return namespace.cache_salt is not None and namespace.cache_salt.startswith(PRIVATE_SALT)
 
 
+class _Place(msgspec.Struct):
+    num_blocks: int
+    end: Cursor
+
+
 class MemPool:
     """All of an instance's KV memory that is not in the hands of a running request."""
 
@@ -64,8 +73,8 @@ class MemPool:
     ) -> None:
         """`reserve_blocks` are never given to `alloc_mem`, so that a running request can go on.
 
-        `clock`: seconds, for leases and the index. `records_changes`: keep what changes in the index
-        for `take_changes`; private namespaces are left out.
+        `clock`: seconds, for leases and the index. `records_changes`: keep what changes in the
+        index for `take_changes`; private namespaces are left out.
         """
         self.block_size = block_size
         self.index = RadixIndex(
@@ -75,8 +84,12 @@ class MemPool:
         self._pool = pool
         self._reserve_blocks = reserve_blocks
         self._owners = Owners(clock)
-        self._cursors: dict[str, Cursor] = {}
-        """Running request → its place in the index."""
+        self._places: dict[str, _Place] = {}
+        """Running request → its end in the index."""
+        self._scheduled: set[BlockId] = set()
+        """Published in the present step."""
+        self._unwritten: set[BlockId] = set()
+        """Published in the step before, which may still be running."""
         self._slots: SlotOwner | None = None
         pool.observe(self)
 
@@ -93,55 +106,72 @@ class MemPool:
 
         `lease_s`: all that the owner holds is due then (see `expired`); None leaves that as it is.
         """
-        raise NotImplementedError
+        available = max(0, self._pool.num_available - self._reserve_blocks)
+        if num_blocks > available:
+            raise OutOfBlocksError(
+                f"{num_blocks} blocks asked for, {available} of {self.num_blocks} available"
+            )
+        block_ids = self._pool.take(num_blocks)
+        self._owners.hold(owner, block_ids)
+        if lease_s is not None:
+            self._owners.lease(owner, lease_s)
+        return block_ids
 
     def free_mem(self, owner: str, block_ids: Sequence[BlockId]) -> None:
         """Drop one reference of the owner to each block.
 
         Raises: KeyError if it has none; ValueError in quarantine.
         """
-        raise NotImplementedError
+        self._owners.remove(owner, block_ids)
+        self._pool.release(block_ids)
 
     def free_all(self, owner: str) -> int:
         """Drop all references of the owner, who may be unknown; returns how many they were.
 
         Raises: ValueError in quarantine.
         """
-        raise NotImplementedError
+        block_ids = self._owners.remove_all(owner)
+        self._pool.release(block_ids)
+        return len(block_ids)
 
     def pin(self, owner: str, block_ids: Sequence[BlockId]) -> None:
         """One more reference to each block: neither evicted nor reused until it is dropped."""
-        raise NotImplementedError
+        self._pool.share(block_ids)
+        self._owners.hold(owner, block_ids)
 
     def unpin(self, owner: str) -> int:
         """The same as `free_all`: pinned blocks that are indexed become history."""
-        raise NotImplementedError
+        return self.free_all(owner)
 
     def hand_over(self, owner: str, to: str) -> None:
         """Give all references of one owner to another one; a lease ends. Raises: ValueError."""
-        raise NotImplementedError
+        self._owners.hand_over(owner, to)
 
     # ── leases ────────────────────────────────────────────────────────────────────────────────
 
     def renew(self, owner: str, lease_s: float) -> None:
         """What the owner holds is due in so many seconds from now."""
-        raise NotImplementedError
+        self._owners.lease(owner, lease_s)
 
     def expired(self) -> list[str]:
         """Owners whose lease is over: free, renew or quarantine them."""
-        raise NotImplementedError
+        return self._owners.due()
 
     def next_expiry(self) -> float | None:
         """When the next lease is over, by the clock; None: there is none."""
-        raise NotImplementedError
+        return self._owners.next_due()
 
     def quarantine(self, owner: str) -> None:
         """Refuse to free what the owner holds until `end_lease`: a link may be writing it."""
-        raise NotImplementedError
+        self._owners.quarantine(owner)
 
     def end_lease(self, owner: str) -> None:
         """No link writes for this owner any more: it holds its blocks without a deadline."""
-        raise NotImplementedError
+        self._owners.end_lease(owner)
+
+    def is_quarantined(self, owner: str) -> bool:
+        """Whether its blocks are kept until `end_lease`."""
+        return self._owners.is_quarantined(owner)
 
     # ── index ─────────────────────────────────────────────────────────────────────────────────
 
@@ -154,7 +184,7 @@ class MemPool:
         token_ids: Sequence[int],
         namespace: Namespace = Namespace(),  # noqa: B008
     ) -> list[BlockId]:
-        """The HBM blocks of the longest prefix that is in HBM. Does not mutate: pin to keep them."""
+        """The blocks of the longest prefix that is in HBM. Does not mutate: pin to keep them."""
         return self.match_path(self.path(token_ids, namespace))
 
     def match_path(self, path: Path) -> list[BlockId]:
@@ -183,7 +213,18 @@ class MemPool:
 
     def insert_path(self, path: Path, block_ids: Sequence[BlockId], owner: str) -> list[BlockId]:
         """As `insert`."""
-        raise NotImplementedError
+        if len(block_ids) != path.num_blocks:
+            raise ValueError(f"{len(block_ids)} blocks for a prefix of {path.num_blocks}")
+        self._owners.require(owner, block_ids)
+        held = list(block_ids)
+        for index, place in self.index.insert(path, held).duplicates:
+            held[index] = BlockId(place)
+        replaced = {own: other for own, other in zip(block_ids, held, strict=True) if own != other}
+        self._pool.share(list(replaced.values()))
+        self._owners.replace(owner, replaced)
+        self._pool.release(list(replaced))
+        self._pool.publish(path, held)
+        return held
 
     def delete(
         self,
@@ -198,38 +239,82 @@ class MemPool:
 
     def delete_path(self, path: Path) -> int:
         """As `delete`."""
-        raise NotImplementedError
+        before = self.index.num_blocks
+        self._give_up(self.index.delete(path))
+        return before - self.index.num_blocks
 
     def reset(self) -> int:
         """Forget all history that nobody holds; returns how many blocks left the index."""
-        raise NotImplementedError
+        before = self.index.num_blocks
+        # DRAM first: what lies in both media must not stay for the slot's sake.
+        self._give_up(self.index.evict(self.index.num_in(Medium.DRAM), Medium.DRAM))
+        history = list(self._pool.history())
+        self._pool.retract(history)
+        self.on_evicted(history)
+        return before - self.index.num_blocks
 
     def history(self) -> Iterator[BlockId]:
-        """HBM blocks that hold history, the next to be evicted first. Nothing may change meanwhile."""
-        raise NotImplementedError
+        """Historical HBM blocks, the next to be evicted first. Nothing may change meanwhile."""
+        return self._pool.history()
 
     def take_changes(self) -> list[AnyChange]:
         """What changed in the index since the last call, in order. Mutates."""
-        raise NotImplementedError
+        return self.index.take_changes()
 
     def snapshot(self) -> Iterator[Inserted]:
         """The whole index as changes, parents before children; nothing may change meanwhile."""
-        raise NotImplementedError
+        return self.index.snapshot()
 
     def request_ended(self, request_id: str) -> None:
         """The engine's request fills no more blocks."""
-        raise NotImplementedError
+        self._places.pop(request_id, None)
+
+    # ── what is being computed ────────────────────────────────────────────────────────────────
+
+    def step_ended(self, *, is_idle: bool) -> None:
+        """The engine has returned from a step; unless `is_idle`, the next one may run already.
+
+        The engine publishes a block when it schedules its tokens, before their KV is written.
+        """
+        self._unwritten = set() if is_idle else self._scheduled
+        self._scheduled = set()
+
+    def num_written(self, block_ids: Sequence[BlockId]) -> int:
+        """How many of these, from the first one on, hold complete KV that may be read elsewhere.
+
+        The engine itself may use them all: it computes in order.
+        """
+        young = self._unwritten | self._scheduled
+        return next((i for i, b in enumerate(block_ids) if b in young), len(block_ids))
 
     # ── PoolObserver ──────────────────────────────────────────────────────────────────────────
 
     def on_cached(self, request: RunningRequest, first_block: int, end_block: int) -> None:
-        raise NotImplementedError
+        """See `PoolObserver`. Costs O(new blocks), save where the request's place was lost."""
+        own_ids = request.block_ids(first_block, end_block)
+        self._scheduled.update(own_ids)
+        insertion = self._extend(request, first_block, end_block, own_ids)
+        if insertion is None:
+            first_block, own_ids = 0, request.block_ids(0, end_block)
+            path = self.path(request.token_ids(0, end_block), request.namespace)
+            insertion = self.index.insert(path, own_ids)
+            request.publish(end_block)
+        self._places[request.id] = _Place(end_block, insertion.end)
+        copies = [
+            own_ids[index - first_block]
+            for index, place in insertion.duplicates
+            if own_ids[index - first_block] != place
+        ]
+        if copies:
+            self._pool.retract(copies)
 
     def on_evicted(self, block_ids: Sequence[BlockId]) -> None:
-        raise NotImplementedError
+        """See `PoolObserver`."""
+        self._give_up(self.index.drop(block_ids, Medium.HBM))
 
     def on_reset(self) -> None:
-        raise NotImplementedError
+        """See `PoolObserver`."""
+        self._give_up(self.index.clear())
 
     # ── accounting ────────────────────────────────────────────────────────────────────────────
 
@@ -244,20 +329,59 @@ class MemPool:
 
     def held(self, owner: str) -> list[BlockId]:
         """The blocks that the owner refers to, in order (a new list)."""
-        raise NotImplementedError
+        return self._owners.held(owner)
 
     def holds(self, owner: str) -> bool:
         """Whether the owner refers to any block."""
-        raise NotImplementedError
+        return owner in self._owners
 
     def holders(self) -> list[str]:
         """Each owner and how much it holds; empty when MemServe holds nothing."""
-        raise NotImplementedError
+        return [f"{owner}: {len(block_ids)} blocks" for owner, block_ids in self._owners]
 
     def reconcile(self) -> list[str]:
         """Where the index and the pool disagree about HBM, as text. Walks over all blocks."""
-        raise NotImplementedError
+        published = self._pool.published()
+        block_ids = map(BlockId, range(self.num_blocks + 1))  # vLLM's null block is number 0
+        indexed = {b for b in block_ids if self.index.contains(b, Medium.HBM)}
+        problems = [
+            f"block {b} is published, but not in the index" for b in sorted(published - indexed)
+        ]
+        problems += [
+            f"block {b} is in the index, but not published" for b in sorted(indexed - published)
+        ]
+        try:
+            self.index.check_integrity()
+        except AssertionError as error:
+            problems.append(f"the index: {error}")
+        return problems
 
     def check_integrity(self, running_block_ids: Mapping[str, Sequence[BlockId]]) -> list[str]:
         """What is wrong with the accounting, as text; empty when each block has its owners."""
-        raise NotImplementedError
+        owners: dict[BlockId, list[str]] = {}
+        for owner, block_ids in [*self._owners, *running_block_ids.items()]:
+            for block_id in block_ids:
+                owners.setdefault(block_id, []).append(owner)
+        return [*self._pool.check(owners), *self.reconcile()]
+
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────
+
+    def _extend(
+        self, request: RunningRequest, first_block: int, end_block: int, own_ids: list[BlockId]
+    ) -> Insertion | None:
+        """Index these blocks behind those before them; None: those are not in the index."""
+        place = self._places.get(request.id)
+        if place is not None and place.num_blocks == first_block:
+            with contextlib.suppress(LookupError):  # it was evicted: the request had a copy
+                packed = pack(request.token_ids(first_block, end_block))
+                return self.index.append(place.end, packed, own_ids)
+        with contextlib.suppress(LookupError):
+            path = self.path(request.token_ids(0, end_block), request.namespace)
+            return self.index.insert(path, own_ids, first_block)
+        return None
+
+    def _give_up(self, lost: Locations) -> None:
+        """The index does not know these places any more: nobody shall find them."""
+        self._pool.retract(lost.hbm)
+        if self._slots is not None and lost.dram:
+            self._slots.free_slots(lost.dram)

@@ -5,12 +5,13 @@
                                              └─ quarantine ─▶ kept, whatever else is asked for,
                                                               until end_lease
 
-An owner is a name: of a request, of a transfer, of a peer and its epoch. It holds references, so one
-block may be there twice and with several owners. A lease is the deadline of all that an owner holds;
-when it is over, nothing happens by itself: who gave it asks for `due`, and decides. Quarantine is for
-blocks that a link may still be writing: they must not go to anybody else before that is ruled out.
+An owner is a name: of a request, of a transfer, of a peer and its epoch. It holds references, so
+one block may be there twice and with several owners. A lease is the deadline of all that an owner
+holds; when it is over, nothing happens by itself: who gave it asks for `due`, and decides.
+Quarantine is for blocks that a link may still be writing: they must not go to anybody else before
+that is ruled out.
 
-Collaborators: `mempool.py` alone, which takes and drops the references in the pool. Pure bookkeeping.
+Collaborators: `mempool.py` alone, which takes and drops the references in the pool.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Lease(msgspec.Struct):
 
 
 class Owners:
-    """Owner → block ids, in the order in which they were taken, and the owner's lease if it has one."""
+    """Owner → block ids, in the order in which they were taken, and its lease if it has one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: seconds, monotonic."""
@@ -92,7 +93,10 @@ class Owners:
 
     def require(self, owner: str, block_ids: Sequence[BlockId]) -> None:
         """Raises: KeyError unless the owner holds all these."""
-        if missing := Counter(block_ids) - Counter(self._held.get(owner, ())):
+        held = self._held.get(owner, [])
+        if held == block_ids:  # the usual case, and quick
+            return
+        if missing := Counter(block_ids) - Counter(held):
             raise KeyError(f"{owner} does not hold the blocks {sorted(missing)}")
 
     def __contains__(self, owner: str) -> bool:
@@ -119,7 +123,7 @@ class Owners:
         return min((lease.expires_at for lease in self._leases.values()), default=None)
 
     def quarantine(self, owner: str) -> None:
-        """Refuse to drop what the owner holds until `end_lease`. Raises: KeyError without a lease."""
+        """Keep what the owner holds until `end_lease`. Raises: KeyError without a lease."""
         if owner not in self._leases:
             raise KeyError(f"{owner} has no lease")
         self._leases[owner].is_quarantined = True

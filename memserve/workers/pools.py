@@ -9,7 +9,9 @@ Collaborators: `mempool.py` calls; `engine_pool.py` is the other pool, over vLLM
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Protocol
 
 import msgspec
@@ -49,8 +51,8 @@ class RunningRequest(Protocol):
         """Where those lie."""
         ...
 
-    def publish(self, is_wanted: Sequence[bool]) -> None:
-        """Publish those of its first `len(is_wanted)` blocks that are wanted, and not yet."""
+    def publish(self, end_block: int) -> None:
+        """Publish those of its first blocks that are not."""
         ...
 
 
@@ -110,7 +112,7 @@ class Pool(Protocol):
         ...
 
     def retract(self, block_ids: Sequence[BlockId]) -> None:
-        """No longer published. Those that nobody refers to are taken next. Unknown ones are fine."""
+        """No longer published (unknown ones are fine). The unreferenced of them are taken next."""
         ...
 
     def counts(self) -> BlockCounts: ...
@@ -132,4 +134,110 @@ class Pool(Protocol):
 
 
 class PlainPool:
-    """Blocks without an engine: a free list, reference counts, and history by age."""
+    """Blocks without an engine: a free list, reference counts, and history in order of age."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """Blocks 0 to `num_blocks` - 1, all free. Raises: ValueError if there are none."""
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks: a pool needs at least one block, not {num_blocks}")
+        self._references = [0] * num_blocks
+        self._is_published = [False] * num_blocks
+        self._free = [BlockId(b) for b in reversed(range(num_blocks))]
+        """The next one last."""
+        self._history: dict[BlockId, None] = {}
+        """Published and unreferenced, by the time of their last release."""
+        self._observer: PoolObserver | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._references)
+
+    @property
+    def num_available(self) -> int:
+        return len(self._free) + len(self._history)
+
+    def observe(self, observer: PoolObserver) -> None:
+        self._observer = observer
+
+    def take(self, num_blocks: int) -> list[BlockId]:
+        evicted = list(islice(self._history, max(0, num_blocks - len(self._free))))
+        first = len(self._free) - (num_blocks - len(evicted))
+        taken = self._free[first:]
+        del self._free[first:]
+        taken += evicted
+        for block_id in evicted:
+            del self._history[block_id]
+            self._is_published[block_id] = False
+        for block_id in taken:
+            self._references[block_id] = 1
+        if evicted and self._observer is not None:
+            self._observer.on_evicted(evicted)
+        return taken
+
+    def share(self, block_ids: Sequence[BlockId]) -> None:
+        """Raises: ValueError for a free block, which holds nothing (no reference is taken then)."""
+        for block_id in block_ids:
+            if not self._references[block_id] and block_id not in self._history:
+                raise ValueError(f"block {block_id} is free: there is nothing to refer to")
+        for block_id in block_ids:
+            if not self._references[block_id]:
+                del self._history[block_id]
+            self._references[block_id] += 1
+
+    def release(self, block_ids: Sequence[BlockId]) -> None:
+        references = self._references
+        for block_id in reversed(block_ids):
+            references[block_id] -= 1
+            if not references[block_id]:
+                if self._is_published[block_id]:
+                    self._history[block_id] = None
+                else:
+                    self._free.append(block_id)
+
+    def publish(self, path: Path, block_ids: Sequence[BlockId]) -> None:
+        for block_id in block_ids:
+            self._is_published[block_id] = True
+
+    def retract(self, block_ids: Sequence[BlockId]) -> None:
+        for block_id in block_ids:
+            self._is_published[block_id] = False
+            if block_id in self._history:
+                del self._history[block_id]
+                self._free.append(block_id)
+
+    def counts(self) -> BlockCounts:
+        return BlockCounts(
+            total=self.num_blocks,
+            free=len(self._free),
+            historical=len(self._history),
+            active=self.num_blocks - self.num_available,
+        )
+
+    def history(self) -> Iterator[BlockId]:
+        return iter(self._history)
+
+    def published(self) -> set[BlockId]:
+        return {BlockId(b) for b, is_published in enumerate(self._is_published) if is_published}
+
+    def check(self, owners: Mapping[BlockId, Sequence[str]]) -> list[str]:
+        problems = []
+        free = Counter(self._free)
+        for block_id, references in enumerate(self._references):
+            known = owners.get(BlockId(block_id), ())
+            if references != len(known):
+                problems.append(count_problem(block_id, references, known))
+            is_history = block_id in self._history
+            places = (references > 0) + free[BlockId(block_id)] + is_history
+            if places != 1 or is_history > self._is_published[block_id]:
+                problems.append(
+                    f"block {block_id} has {references} references, is free"
+                    f" {free[BlockId(block_id)]} times, history: {is_history},"
+                    f" published: {self._is_published[block_id]}"
+                )
+        return problems
+
+
+def count_problem(block_id: int, references: int, known: Sequence[str]) -> str:
+    """One line for the audit: the pool counts other references than those that are known."""
+    names = ", ".join(known) or "nobody"
+    return f"block {block_id} has {references} references, known: {names}"

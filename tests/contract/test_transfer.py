@@ -22,7 +22,7 @@ from memserve.messages import (
 from memserve.types import BlockId, Direction, InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.transfer import private_namespace
 from tests.contract.link_rig import BLOCK_SIZE, geometry
-from tests.contract.transfer_rig import DEADLINE_S, Node, allocate, prompt
+from tests.contract.transfer_rig import DEADLINE_S, NO_NAMESPACE, Node, allocate, prompt
 
 R = RequestId("r")
 T = TransferId("r/forward/1")
@@ -64,11 +64,11 @@ class Pair:
 
     def check(self, *prompts: list[int]) -> None:
         self.p.check(*prompts)
-        self.d.check(*prompts, salts=(None, private_salt(R)))
+        self.d.check(*prompts, namespaces=(NO_NAMESPACE, private(R)))
 
 
-def private_salt(request_id: RequestId, salt: str | None = None) -> str | None:
-    return private_namespace(request_id, Namespace(salt)).cache_salt
+def private(request_id: RequestId, salt: str | None = None) -> Namespace:
+    return private_namespace(request_id, Namespace(salt))
 
 
 def order(allocated: Allocated) -> Transmit:
@@ -203,17 +203,17 @@ def test_the_kv_comes_back_and_makes_the_next_turn_a_hit(pair: Pair) -> None:
 
 def test_private_kv_is_found_by_its_request_alone_and_deleted_with_it(pair: Pair) -> None:
     tokens = prompt(16)
-    salt = private_salt(R)
+    namespace = private(R)
     pair.prefill(tokens)
     pair.transmit(pair.allocate(tokens, is_private=True))
     pair.commit(pair.p.only(Sent))
     pair.check(tokens)
     assert pair.d.mempool.match(tokens) == []
-    assert pair.d.mempool.match(tokens, private_salt(RequestId("other"))) == []
-    assert pair.d.mempool.match(tokens, private_salt(R, "salt")) == []
-    assert len(pair.d.mempool.match(tokens, salt)) == 4
+    assert pair.d.mempool.match(tokens, private(RequestId("other"))) == []
+    assert pair.d.mempool.match(tokens, private(R, "salt")) == []
+    assert len(pair.d.mempool.match(tokens, namespace)) == 4
     pair.d.abort(R)
-    assert pair.d.mempool.match(tokens, salt) == []
+    assert pair.d.mempool.match(tokens, namespace) == []
     stats = pair.d.mempool.stats()
     assert stats.free == stats.total
 

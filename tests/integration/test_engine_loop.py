@@ -25,6 +25,7 @@ from memserve.messages import (
     AnyEvent,
     Audit,
     Audited,
+    CacheChanged,
     Commit,
     Decode,
     Expired,
@@ -44,6 +45,7 @@ from memserve.messages import (
 from memserve.types import InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.compat import Engine, EngineCodec, complete_tokens
 from memserve.workers.engine_loop import EngineLoop
+from memserve.workers.index_reports import IndexReports
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
 from memserve.workers.requests import decode_request, prefill_request
@@ -95,7 +97,7 @@ class ScriptedEngine:
         if self.breaks_on_add is not None:
             raise self.breaks_on_add
         self.added.append(request)
-        key = self._hasher(request.prompt_token_ids or [], request.cache_salt)
+        key = self._hasher(request.prompt_token_ids or [], Namespace(request.cache_salt))
         key.request_id = request.request_id
         assert request.sampling_params is not None
         assert request.sampling_params.max_tokens is not None
@@ -191,20 +193,20 @@ class Bench:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.mempool, self.pool = make_pool(NUM_BLOCKS)
+        self.mempool, self.pool = make_pool(NUM_BLOCKS, clock=self.clock)
         self.engine = ScriptedEngine(self.mempool, self.pool)
         self.channel = ScriptedChannel(self.clock)
         shape = geometry("block_first", NUM_BLOCKS)
         size = buffer_bytes(shape)
         self.link = FakeLink(bytearray(size), shape, bytearray(size), shape)
+        reports = IndexReports(self.mempool, InstanceId("P0"), 1, self.channel.send)
         self.transfers = Transfers(
             self.mempool,
             shape,
             lambda peer: self.link,
             InstanceId("P0"),
             1,
-            self.clock,
-            self.channel.send,
+            reports.send,
         )
         self.loop = EngineLoop(
             InstanceId("P0"),
@@ -212,6 +214,7 @@ class Bench:
             cast(Engine, self.engine),
             self.mempool,
             self.transfers,
+            reports,
             self.channel,
             heartbeat_interval_s=1.0,
             clock=self.clock,
@@ -219,13 +222,17 @@ class Bench:
         self.engine.loop = self.channel.loop = self.loop
 
     def run(self, *commands: AnyCommand, idle_waits: int = 0) -> list[AnyEvent]:
-        """Serve these until the worker is idle, and has waited so often. Without heartbeats."""
+        """Serve these until the worker is idle, and has waited so often.
+
+        Without heartbeats, and without what is said of the index.
+        """
         self.channel.commands.extend(commands)
         self.channel.is_idle_after = idle_waits
         self.channel.events.clear()
         self.loop._is_stopping = False
         self.loop.run()
-        return [event for event in self.channel.events if not isinstance(event, Heartbeat)]
+        periodic = Heartbeat | CacheChanged
+        return [event for event in self.channel.events if not isinstance(event, periodic)]
 
     def audit(self) -> Audited:
         audited = [e for e in self.run(Audit(epoch=1, audit_id=1)) if isinstance(e, Audited)]
@@ -590,7 +597,7 @@ def test_request_that_generates_nothing_is_an_error() -> None:
 def test_kv_of_steps_in_flight_is_not_complete(
     computed: int, in_flight: int, complete: int
 ) -> None:
-    request = make_hasher()(prompt(8), None)
+    request = make_hasher()(prompt(8), Namespace())
     request.append_output_token_ids([1, 2])
     request.num_computed_tokens = computed
     request.num_in_flight_tokens = in_flight
