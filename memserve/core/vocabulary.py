@@ -35,6 +35,18 @@ class Seat(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class Fetch(msgspec.Struct, frozen=True):
+    """Take the KV of the first tokens from another instance's history, before the prefill.
+
+    Only the instance that computes the prompt fetches: what D lacks comes to it from there, in the
+    one transfer that it needs anyway.
+    """
+
+    source: Seat
+    num_tokens: int
+    """Full blocks."""
+
+
 class Plan(msgspec.Struct, frozen=True):
     """Where a request runs. Without `decode` it runs whole on `first`."""
 
@@ -45,6 +57,8 @@ class Plan(msgspec.Struct, frozen=True):
     decode_is_private: bool
     returns: bool
     """D gives the KV of generated tokens back."""
+    fetch: Fetch | None = None
+    """What `first` is to fetch; nothing, if it is private."""
 
 
 class RequestSpec(msgspec.Struct, frozen=True):
