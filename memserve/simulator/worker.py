@@ -1,10 +1,10 @@
 """One simulated instance: answers the scheduler's commands as a worker does, at simulated times.
 
 The pool, the index, reservations, pins and what is said about them are the worker's own code
-(`workers/mempool.py`, `workers/transfer.py`, `workers/records.py`); only the engine and the wires
-are simulated. As in `workers/engine_loop.py`, everything happens between the engine's steps:
+(`workers/mempool.py`, `transfer.py`, `index_reports.py`, `records.py`); only the engine and the
+wires are simulated. As in `workers/engine_loop.py`, everything happens between the engine's steps:
 
-    commands ─▶ links ─▶ one step (or several of decoding alone) ─▶ CacheChanged, Tokens, Finished
+    commands ─▶ links ─▶ one step (or several of decoding alone) ─▶ Tokens, CacheChanged, Finished
 
 so that a command waits for the end of the step that runs when it arrives.
 """
@@ -25,8 +25,6 @@ from memserve.messages import (
     Allocate,
     AnyCommand,
     AnyEvent,
-    CacheChanged,
-    CacheSnapshot,
     Cancel,
     Commit,
     Decode,
@@ -49,9 +47,10 @@ from memserve.simulator.engine import EngineLimits, Run, SimulatedEngine, Step
 from memserve.simulator.link import SimulatedLink, Ways
 from memserve.simulator.workload import Piece, tokens_of
 from memserve.types import Geometry, InstanceId, Namespace, RequestId
+from memserve.workers.index_reports import IndexReports
 from memserve.workers.mempool import MemPool
 from memserve.workers.pools import PlainPool
-from memserve.workers.records import Record, Records
+from memserve.workers.records import Records
 from memserve.workers.transfer import Transfers, private_namespace
 
 
@@ -89,7 +88,6 @@ class SimulatedWorker:
         self._hardware = hardware
         self._costs = costs
         self._queue = queue
-        self._emit = emit
         self._peers = peers
         self._linked: set[InstanceId] = set()
         self.mempool = MemPool(
@@ -98,13 +96,14 @@ class SimulatedWorker:
             clock=queue.now,
             records_changes=True,
         )
+        self._reports = IndexReports(self.mempool, seat.instance, seat.epoch, emit)
+        self._emit = self._reports.send
         self.transfers = Transfers(
             self.mempool,
             hardware.geometry,
             self._open_link,
             seat.instance,
             seat.epoch,
-            queue.now,
             self._emit_of_transfers,
         )
         self.engine = SimulatedEngine(self.mempool, costs, hardware.limits, queue.now, self)
@@ -114,8 +113,6 @@ class SimulatedWorker:
         self._inbox: deque[AnyCommand] = deque()
         self._step: Step | None = None
         self._is_turn_due = False
-        self._sequence = 0
-        self.num_evicted = 0
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────
 
@@ -141,8 +138,8 @@ class SimulatedWorker:
             self._serve(self._inbox.popleft())
         self.transfers.poll()
         self.transfers.expire()
-        self._say_changes()
         self._begin_step()
+        self._reports.flush()
 
     def _begin_step(self) -> None:
         if not self.engine.is_busy:
@@ -167,7 +164,6 @@ class SimulatedWorker:
             )
             for output in self.engine.finish(step)
         ]
-        self._say_changes()
         if outputs:
             self._emit(
                 Tokens(
@@ -185,9 +181,11 @@ class SimulatedWorker:
     def _serve(self, command: AnyCommand) -> None:
         match command:
             case Prefill():
-                self._prefill(command)
+                if not command.known_tokens:
+                    self._forget(command.request_id)
+                self._start(command, None if command.whole else 1)
             case Decode():
-                self._decode(command)
+                self._start(command, None)
             case Allocate():
                 self._allocate(command)
             case Transmit():
@@ -201,24 +199,14 @@ class SimulatedWorker:
             case ResetCache():
                 self.mempool.reset()
             case SendSnapshot():
-                self._snapshot()
+                self._reports.send_snapshot()
             case _:
                 raise AssertionError(f"nobody sends this to a simulated worker: {command}")
 
-    def _prefill(self, command: Prefill) -> None:
-        self._forget(command.request_id)
-        record = self._records.learn(command.request_id, 0, command.prompt_token_ids)
-        self._start(record, command, record.tokens, None if command.whole else 1)
-
-    def _decode(self, command: Decode) -> None:
+    def _start(self, command: Prefill | Decode, most: int | None) -> None:
+        """Put the request into the engine; `most`: tokens to generate here, of those left."""
         record = self._records.learn(command.request_id, command.known_tokens, command.token_ids)
-        num_tokens = command.known_tokens + len(command.token_ids)
-        self._start(record, command, record.tokens[:num_tokens], None)
-
-    def _start(
-        self, record: Record, command: Prefill | Decode, tokens: list[int], most: int | None
-    ) -> None:
-        """`most`: tokens to generate here, of those that are left."""
+        tokens = record.tokens[: command.known_tokens + len(command.token_ids)]
         request = msgspec.msgpack.decode(command.request, type=SimulatedRequest)
         reply = tokens_of(request.reply)[command.num_generated :]
         namespace = Namespace()
@@ -227,7 +215,7 @@ class SimulatedWorker:
         run = Run(
             id=record.id,
             attempt=command.attempt,
-            tokens=list(tokens),
+            tokens=tokens,
             reply=reply[:most],
             hold=command.hold,
             namespace=namespace,
@@ -239,6 +227,7 @@ class SimulatedWorker:
         record.attempt = command.attempt
         record.hold = command.hold
         record.is_private = command.is_private
+        record.held_tokens = 0
         self._records.enter_engine(record, run.owner)
         self._runs[record.id] = run
         self.engine.add(run)
@@ -274,6 +263,9 @@ class SimulatedWorker:
 
     def _transmit(self, command: Transmit) -> None:
         self._link_to(command.peer)
+        if command.history is not None:
+            self.transfers.transmit_history(command, command.history, _is_computed)
+            return
         if self._records.get(command.request_id) is not None:
             self.transfers.transmit(command)
             return
@@ -301,17 +293,6 @@ class SimulatedWorker:
         self.transfers.drop_source(request_id)
         self.transfers.forget(request_id)
 
-    def _snapshot(self) -> None:
-        self._emit(
-            CacheSnapshot(
-                instance=self.seat.instance,
-                epoch=self.seat.epoch,
-                sequence=self._sequence,
-                changes=list(self.mempool.snapshot()),
-                is_last=True,
-            )
-        )
-
     # ── the engine's hooks ────────────────────────────────────────────────────────────────────
 
     def on_scheduled(self, run: Run, cached_tokens: int) -> None:
@@ -329,7 +310,10 @@ class SimulatedWorker:
 
     def on_finished(self, run: Run) -> None:
         """Pin what is to be sent, while the request still has its blocks."""
+        record = self._records.get(run.id)
+        assert record is not None
         if run.hold:
+            record.held_tokens = run.num_computed
             self.transfers.hold_source(run.id, run.block_ids, run.num_computed)
         self._ended.append(run)
 
@@ -342,7 +326,6 @@ class SimulatedWorker:
             self._records.leave_engine(record)
             if record.is_private:
                 self.mempool.delete(run.tokens, run.namespace)
-            record.held_tokens = run.num_computed if run.hold else 0
             self._emit(
                 Finished(
                     instance=self.seat.instance,
@@ -355,7 +338,7 @@ class SimulatedWorker:
             if run.hold:
                 self.transfers.source_ready(run.id)
 
-    # ── links, changes ────────────────────────────────────────────────────────────────────────
+    # ── links ────────────────────────────────────────────────────────────────────────
 
     def _link_to(self, peer: InstanceId) -> None:
         """Links open when they are first needed: thousands of instances would have millions."""
@@ -390,19 +373,6 @@ class SimulatedWorker:
         if not isinstance(event, LinkReady):
             self._emit(event)
 
-    def _say_changes(self) -> None:
-        changes = self.mempool.take_changes()
-        if changes:
-            self._sequence += 1
-            self._emit(
-                CacheChanged(
-                    instance=self.seat.instance,
-                    epoch=self.seat.epoch,
-                    sequence=self._sequence,
-                    changes=changes,
-                )
-            )
-
     # ── accounting ────────────────────────────────────────────────────────────────────────────
 
     def check_idle(self) -> list[str]:
@@ -410,3 +380,8 @@ class SimulatedWorker:
         held = [f"{record.id} is known" for record in self._records]
         problems = self.mempool.check_integrity({}) + self.transfers.check_integrity()
         return [f"{self.seat.instance}: {x}" for x in held + self.mempool.holders() + problems]
+
+
+def _is_computed() -> bool:
+    """History is sent between two steps, when what is indexed is computed."""
+    return True
