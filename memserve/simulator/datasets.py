@@ -44,13 +44,13 @@ _Row: TypeAlias = dict[str, Any]
 class OwnCall(msgspec.Struct, forbid_unknown_fields=True):
     """A record of MemServe's own format.
 
-    `prompt` is a list of token ids, or of pieces `[name, tokens]`: calls that name the same piece
+    `prompt` is a list of token ids and of pieces `[name, tokens]`: calls that name the same piece
     share its tokens. With `continues` it comes after the prompt and the reply of the session's call
     before. Either all records have `arrival_s`, or none.
     """
 
     session: str | int
-    prompt: list[int] | list[tuple[str, int]]
+    prompt: list[int | tuple[str, int]]
     output_tokens: int
     arrival_s: float | None = None
     continues: bool = False
@@ -241,11 +241,13 @@ def _own(rows: Iterable[_Row]) -> Iterator[Call]:
 
 
 def _own_prompt(own: OwnCall) -> tuple[Piece | Literal, ...]:
-    token_ids = [item for item in own.prompt if isinstance(item, int)]
-    if token_ids:
-        return (literal(token_ids),)
-    named = [item for item in own.prompt if not isinstance(item, int)]
-    return tuple(Piece(key_of("own", name), length) for name, length in named)
+    parts: list[Piece | Literal] = []
+    for is_token, items in itertools.groupby(own.prompt, lambda item: isinstance(item, int)):
+        if is_token:
+            parts.append(literal(item for item in items if isinstance(item, int)))
+        else:
+            parts += [Piece(key_of("own", i[0]), i[1]) for i in items if not isinstance(i, int)]
+    return tuple(parts)
 
 
 _READERS: dict[frozenset[str], Callable[[Iterable[_Row]], Iterator[Call]]] = {

@@ -14,18 +14,14 @@ Collaborator: `worker.py`, which drives it and tells the scheduler.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
 
-from memserve.core.cost_model import CostModel
 from memserve.errors import OutOfBlocksError
 from memserve.types import BlockId, Namespace, RequestId
 from memserve.workers.mempool import MemPool
-
-_MOST_STEPS = 64
-"""Taken together; bounds how late the prompt trees hear of anything."""
 
 
 class Run(msgspec.Struct, eq=False):
@@ -94,10 +90,21 @@ class Output(msgspec.Struct):
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """vLLM's `max_num_batched_tokens` and `max_num_seqs`."""
+    """vLLM's `max_num_batched_tokens` and `max_num_seqs`, and how finely time is cut."""
 
     batched_tokens: int
     requests: int
+    steps_together: int = 64
+    """Decoding steps that may be taken as one: bounds how late anything is heard of."""
+
+
+class StepCosts(Protocol):
+    """What `CostModel` says of an engine's step."""
+
+    def step_s(
+        self, chunks: Iterable[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
+    ) -> float:
+        """See `CostModel.step_s`."""
 
 
 class EngineHooks(Protocol):
@@ -116,7 +123,7 @@ class SimulatedEngine:
     def __init__(
         self,
         mempool: MemPool,
-        costs: CostModel,
+        costs: StepCosts,
         limits: EngineLimits,
         clock: Callable[[], float],
         hooks: EngineHooks,
@@ -230,7 +237,8 @@ class SimulatedEngine:
 
     def _take_together(self, step: Step, context: int) -> None:
         """Add the following steps, up to where the batch changes or blocks run out."""
-        count = min(min(len(run.reply) for run in step.decodes), _MOST_STEPS)
+        shortest = min(len(run.reply) for run in step.decodes)
+        count = min(shortest, self._limits.steps_together)
         while count > 1 and not all(
             self._grow(run, len(run.tokens) + count - 1) for run in step.decodes
         ):

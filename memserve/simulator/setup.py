@@ -168,7 +168,8 @@ def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[
     if link not in profile.links:
         raise ConfigError("--link", f"the profile knows no {link!r}", ", ".join(profile.links))
     block_bytes = model.kv_bytes(block_size)
-    blocks = options.blocks or int(_kv_bytes(model) // block_bytes)
+    kv_bytes = _kv_bytes(model)
+    blocks = options.blocks or int(kv_bytes // block_bytes)
     largest = max((call.total_tokens for call in calls), default=0)
     if (blocks - 1) * block_size < largest:
         raise ConfigError(

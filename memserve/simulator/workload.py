@@ -69,8 +69,11 @@ def key_of(*parts: object) -> int:
 
 
 def literal(token_ids: Iterable[int]) -> Literal:
-    """Raises: OverflowError for ids that are not 32-bit integers."""
-    return Literal(np.array(list(token_ids), dtype=np.int32).tobytes())
+    """Raises: OverflowError for ids that are negative, or need more than 31 bits."""
+    ids = np.array(list(token_ids), dtype=np.int32)
+    if ids.size and ids.min() < 0:
+        raise OverflowError(f"{ids.min()} is no token id")
+    return Literal(ids.tobytes())
 
 
 def tokens_of(piece: Piece | Literal) -> list[int]:
