@@ -49,7 +49,8 @@ class EnginePool:
 
     @property
     def num_available(self) -> int:
-        return self._pool.get_num_free_blocks()
+        num_free: int = self._pool.get_num_free_blocks()
+        return num_free
 
     def observe(self, observer: PoolObserver) -> None:
         observe_pool(self._pool, observer)
@@ -198,7 +199,8 @@ class _Running:
 
     @property
     def id(self) -> str:
-        return self._request.request_id
+        request_id: str = self._request.request_id
+        return request_id
 
     @property
     def namespace(self) -> Namespace:
@@ -206,7 +208,8 @@ class _Running:
 
     def token_ids(self, first_block: int, end_block: int) -> list[int]:
         size = self._pool.hash_block_size
-        return self._request.all_token_ids[first_block * size : end_block * size]
+        token_ids: list[int] = self._request.all_token_ids[first_block * size : end_block * size]
+        return token_ids
 
     def block_ids(self, first_block: int, end_block: int) -> list[BlockId]:
         return [BlockId(b.block_id) for b in self._blocks[first_block:end_block]]
@@ -237,7 +240,7 @@ def observe_pool(pool: BlockPool, observer: PoolObserver) -> None:
     evict, reset = pool.evict_blocks, pool.reset_prefix_cache
 
     def get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
-        blocks = take(num_blocks)
+        blocks: list[KVCacheBlock] = take(num_blocks)
         observer.on_evicted([BlockId(block.block_id) for block in blocks])
         return blocks
 
@@ -259,7 +262,7 @@ def observe_pool(pool: BlockPool, observer: PoolObserver) -> None:
         observer.on_evicted([BlockId(block_id) for block_id in block_ids])
 
     def reset_prefix_cache() -> bool:
-        is_reset = reset()
+        is_reset: bool = reset()
         if is_reset:
             observer.on_reset()
         return is_reset

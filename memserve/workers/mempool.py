@@ -176,7 +176,12 @@ class MemPool:
     # ── index ─────────────────────────────────────────────────────────────────────────────────
 
     def path(self, token_ids: Sequence[int], namespace: Namespace = Namespace()) -> Path:  # noqa: B008
-        """The key of these tokens, for the calls that end in `_path`. Packed once, used often."""
+        """The key of these tokens, for the calls that end in `_path`. Packed once, used often.
+
+        An empty salt is none, as in vLLM.
+        """
+        if namespace.cache_salt == "":
+            namespace = Namespace(None, namespace.lora_name)
         return Path(token_ids, self.block_size, namespace)
 
     def match(
@@ -299,13 +304,9 @@ class MemPool:
             path = self.path(request.token_ids(0, end_block), request.namespace)
             insertion = self.index.insert(path, own_ids)
             request.publish(end_block)
-        self._places[request.id] = _Place(end_block, insertion.end)
-        copies = [
-            own_ids[index - first_block]
-            for index, place in insertion.duplicates
-            if own_ids[index - first_block] != place
-        ]
-        if copies:
+        if insertion.end is not None:
+            self._places[request.id] = _Place(end_block, insertion.end)
+        if copies := [own_ids[index - first_block] for index, _ in insertion.duplicates]:
             self._pool.retract(copies)
 
     def on_evicted(self, block_ids: Sequence[BlockId]) -> None:

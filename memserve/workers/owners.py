@@ -143,12 +143,3 @@ class Owners:
             raise ValueError(
                 f"{owner} is in quarantine, since a link may be writing its blocks: end_lease first"
             )
-
-    @property
-    def num_quarantined(self) -> int:
-        """References in quarantine."""
-        return sum(
-            len(self._held.get(owner, ()))
-            for owner, lease in self._leases.items()
-            if lease.is_quarantined
-        )

@@ -29,6 +29,7 @@ from tests.contract.link_rig import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     PAGE_BYTES,
+    FakeClock,
     buffer_bytes,
     geometry,
     read_block,
@@ -177,16 +178,6 @@ class EngineStandIn:
         del self._requests[request_id]
         block_ids = self.running.pop(request_id)
         self._pool.free_blocks(reversed([self._pool.blocks[b] for b in block_ids]))
-
-
-class FakeClock:
-    """Time that stands still until told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Node:

@@ -533,10 +533,10 @@ def test_heartbeat_follows_when_the_engine_falls_idle(bench: Bench) -> None:
     bench.run()
     before = bench.clock.now_s
     bench.run(prefill(prompt(6)))
-    assert isinstance(bench.channel.events[3], Heartbeat), kinds(bench.channel.events)
-    assert bench.channel.events[3].stats.running_requests == 0
+    assert isinstance(bench.channel.events[4], Heartbeat), kinds(bench.channel.events)
+    assert bench.channel.events[4].stats.running_requests == 0
     assert bench.clock.now_s - before <= 1.0
-    stats = bench.channel.events[3].stats
+    stats = bench.channel.events[4].stats
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (6, 0)
 
 
