@@ -1,7 +1,8 @@
 """From measurements to a `Profile`: operators first, then how the engine runs them.
 
-`workers/calibrate.py` measures the samples (`cost_samples.py`); nothing here measures. Beside the operators' model
-stands `WholeModelFit`, which looks at whole prefills only: for comparison (the paper: figure 14).
+`workers/calibrate.py` measures the samples (`cost_samples.py`); nothing here measures. Beside the
+operators stands `WholeModelFit`, which looks at whole prefills only: for comparison (the paper:
+figure 14).
 
 All fits are least squares of relative errors (`least_squares.py`).
 """

@@ -22,7 +22,7 @@ import torch
 import vllm
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -105,6 +105,30 @@ def make_config(
         **engine,
     )
     return arguments.create_engine_config()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLimits:
+    """How the engine cuts its work into steps."""
+
+    chunk_tokens: int
+    """The most tokens of prompts in one step."""
+    max_requests: int
+    graph_sizes: tuple[int, ...]
+    """Token counts, rising, that steps with prompts are padded to and replayed at as graphs."""
+
+
+def step_limits(config: VllmConfig) -> StepLimits:
+    """Of an engine that was built with `config`: building settles them."""
+    scheduler, compilation = config.scheduler_config, config.compilation_config
+    mode: CUDAGraphMode | None = compilation.cudagraph_mode
+    has_graphs = mode is not None and mode.mixed_mode() != CUDAGraphMode.NONE
+    sizes = (compilation.cudagraph_capture_sizes or []) if has_graphs else []
+    return StepLimits(
+        chunk_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+        max_requests=scheduler.max_num_seqs,
+        graph_sizes=tuple(sorted(sizes)),
+    )
 
 
 def _check_arguments(engine: Mapping[str, Any]) -> None:

@@ -46,6 +46,25 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of torch's operators on the CPU."""
 
 
+class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What `calibrate.py` is to measure. JSON, in a file."""
+
+    name: str
+    """The model's name in the profile."""
+    model: str
+    """As in `WorkerSpec`; so are the fields that follow."""
+    engine: dict[str, Any] = {}
+    kv_bytes: int | None
+    layout: str = "auto"
+    num_threads: int = 1
+    log_level: str = "warning"
+    device: str
+    """The device's name in the profile."""
+    dtype: str
+    """As configured; `auto` is the model's own."""
+    created: str
+
+
 class Fork(msgspec.Struct, frozen=True, tag=True):
     """Start a worker."""
 
