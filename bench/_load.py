@@ -29,6 +29,8 @@ class Answer(msgspec.Struct):
     id: str = ""
     """Of the response; `/v1/requests/{id}` knows more."""
     token_ids: list[int] = []
+    token_times: list[float] = []
+    """When each of them came, on the load's clock."""
 
 
 async def play(
@@ -108,10 +110,13 @@ class _Player:
             answer.outcome.error = str(event["error"])
             return
         answer.id = event["id"]
+        now = self._now()
         for choice in event["choices"]:
-            answer.token_ids += choice.get("token_ids") or []
+            new = choice.get("token_ids") or []
+            answer.token_ids += new
+            answer.token_times += [now] * len(new)
         if answer.token_ids and answer.outcome.first_token_at is None:
-            answer.outcome.first_token_at = self._now()
+            answer.outcome.first_token_at = now
 
     def _tokens(self, piece: Piece | Literal) -> list[int]:
         if isinstance(piece, Piece) and piece.key in self._generated:

@@ -33,8 +33,8 @@ def serving(flags: Sequence[str], settings: Mapping[str, object] | None = None) 
     command = [sys.executable, "-m", "memserve", "up", "--no-tui", "--port", str(port), *flags]
     for key, value in (settings or {}).items():
         command += ["--set", f"{key}={value}"]
-    with tempfile.TemporaryFile("w+") as log:
-        environment = {**os.environ, "MEMSERVE_CONFIG": os.devnull}
+    with tempfile.TemporaryFile("w+") as log, tempfile.NamedTemporaryFile() as no_settings:
+        environment = {**os.environ, "MEMSERVE_CONFIG": no_settings.name}
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
         )

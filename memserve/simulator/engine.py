@@ -14,7 +14,7 @@ Collaborator: `worker.py`, which drives it and tells the scheduler.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -102,9 +102,12 @@ class StepCosts(Protocol):
     """What `CostModel` says of an engine's step."""
 
     def step_s(
-        self, chunks: Iterable[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
+        self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
     ) -> float:
         """See `CostModel.step_s`."""
+
+    def request_s(self, num_tokens: int) -> float:
+        """See `CostModel.request_s`."""
 
 
 class EngineHooks(Protocol):
@@ -137,6 +140,8 @@ class SimulatedEngine:
         self._running: list[Run] = []
         self.busy_s = 0.0
         self.num_preempted = 0
+        self._intake_s = 0.0
+        """What taking in the requests costs that are new in the next step."""
 
     @property
     def num_running(self) -> int:
@@ -173,6 +178,8 @@ class SimulatedEngine:
         context = sum(len(run.tokens) for run in decodes)
         parts = [(count, run.num_computed) for run, count in chunks]
         first_s = self._costs.step_s(parts, len(decodes), context)
+        first_s += self._intake_s
+        self._intake_s = 0.0
         step = Step(chunks, decodes, 1, self._clock(), first_s, 0.0)
         if not chunks:
             self._take_together(step, context)
@@ -267,6 +274,7 @@ class SimulatedEngine:
         run.num_indexed = len(hits)
         if not run.is_started:
             run.is_started = True
+            self._intake_s += self._costs.request_s(len(run.tokens))
             self._hooks.on_scheduled(run, run.num_computed)
         return True
 

@@ -282,7 +282,7 @@ class Transfers:
         `is_computed`: whether all that the index names at this moment has its KV; nothing is read
         before. Nothing is remembered of the request; the blocks are pinned until the end.
         """
-        found = self._mempool.match(history.token_ids, history.namespace.cache_salt)
+        found = self._mempool.match(history.token_ids, history.namespace)
         end = command.first_block + len(command.block_ids)
         source_ids = found[command.first_block : end]
         self._mempool.pin(sending_owner(command.transfer_id), source_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -40,10 +40,13 @@ class Plain(CostModel):
         super().__init__(built_in(MODELS["smollm2-135m"], "cpu"))
 
     def step_s(
-        self, chunks: Iterable[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
+        self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
     ) -> float:
         computed = sum(new for new, _ in chunks) + num_decodes
         return 0.01 + 1e-4 * computed + 1e-6 * context_tokens
+
+    def request_s(self, num_tokens: int) -> float:
+        return 0.0
 
     def transfer_s(self, size_bytes: int, link: str) -> float:
         return 0.001 + size_bytes / 1e9 if size_bytes else 0.0
