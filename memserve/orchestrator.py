@@ -23,6 +23,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvloop
 from aiohttp import web
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_TREE_CHECK_S = 10.0
+"""How long an instance may take to say what it holds, in an audit."""
 _TICK_S = 0.5
 """How often deadlines are looked at."""
 
@@ -130,8 +133,17 @@ class Orchestrator:
         return self._scheduler.timeline(request_id)
 
     async def audit(self) -> list[AuditReport]:
-        """Every instance's own accounting of its pool."""
-        return await self._cluster.audit()
+        """Every instance's own accounting of its pool, and what the prompt tree has wrong of it."""
+        reports = await self._cluster.audit()
+        checks = self._scheduler.check_trees()
+        if checks:
+            await asyncio.wait(checks.values(), timeout=_TREE_CHECK_S)
+        return [
+            msgspec.structs.replace(
+                report, problems=report.problems + _tree_problems(checks.get(report.instance))
+            )
+            for report in reports
+        ]
 
     # ── the run ───────────────────────────────────────────────────────────────────────────────
 
@@ -140,7 +152,7 @@ class Orchestrator:
     ) -> None:
         hub = Hub(run_dir, self._on_event)
         self._build(model, run_dir, hub)
-        app = build_app(self, lambda: self._front_end, api_key=self._config.server.api_key)
+        app = build_app(self, lambda: self._front_end, api_keys=self._config.api_keys)
         runner = make_runner(app)
         try:
             await self._cluster.open()
@@ -175,7 +187,10 @@ class Orchestrator:
                 max_attempts=config.scheduler.max_attempts,
                 max_waiting=config.scheduler.max_waiting,
                 wait_timeout_s=config.scheduler.wait_timeout_s,
+                max_running=config.scheduler.max_running,
+                max_queued_tokens=config.scheduler.max_queued_tokens,
                 timeline_requests=config.scheduler.timeline_requests,
+                freshness=config.scheduler.freshness,
                 tree_ttl_s=config.scheduler.tree_ttl_s,
                 tree_max_blocks=config.scheduler.tree_max_blocks,
                 reservation_s=config.transfer.reservation_s,
@@ -252,7 +267,7 @@ class Orchestrator:
     async def _until_stopped(self, listener: socket.socket, show_live_view: bool) -> None:
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        has_key = bool(self._config.server.api_key)
+        has_key = bool(self._config.api_keys)
         self._progress.ready(url, self._config.served_name, has_api_key=has_key)
         if show_live_view:
             await live_view(self.snapshot, self._stop_asked, address=url)
@@ -332,6 +347,15 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port} (server.host, server.port): {reason}"
         ) from error
     return listener
+
+
+def _tree_problems(check: asyncio.Future[list[str]] | None) -> list[str]:
+    """What a comparison of the prompt tree with an instance has brought."""
+    if check is None or check.cancelled():
+        return []
+    if not check.done():
+        return [f"the instance did not say what it holds within {_TREE_CHECK_S:g} s"]
+    return check.result()
 
 
 def _leaves(group: BaseExceptionGroup[MemServeError]) -> list[MemServeError]:

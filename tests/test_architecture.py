@@ -36,12 +36,16 @@ MAY_IMPORT: dict[str, str] = {
     "config": "config_layers core.mode engine_args errors types",
     "config_text": "config",
     "models": "errors types",
+    "profiles": "config core.builtin core.profile errors models",
+    "calibration": ("config core errors models profiles workers.environment workers.spec"),
     # the orchestrator's parts
     "channel": "core errors messages types",
     "zygote_process": "errors types workers.spec",
     "cluster": "core errors messages status types workers.spec zygote_process",
     "accounting": "core messages status types",
-    "scheduler": "accounting core errors frontend.service messages status types",
+    "active": "core types",
+    "caches": "core messages types",
+    "scheduler": "accounting active caches core errors frontend.service messages status types",
     # the front end says in `service` what it needs of the others, and sees no more of them
     "frontend": "core.delivery core.vocabulary errors frontend messages types",
     "frontend.service": "core.delivery core.vocabulary errors status types",
@@ -67,8 +71,8 @@ MAY_IMPORT: dict[str, str] = {
         " status tui types units workers.environment workers.spec"
     ),
     "cli": (
-        "config config_text core.mode engine_args errors models orchestrator progress status"
-        " simulator.command status_client tui tui_text types units"
+        "calibration config config_text core.mode engine_args errors models orchestrator progress"
+        " simulator.command status status_client tui tui_text types units"
     ),
     "__main__": "cli",
 }

@@ -42,6 +42,8 @@ _GPU_TILES = ((64, 128), (128, 128), (128, 256), (256, 128), (192, 128), (256, 2
 _CPU_TILES_M = (1, 4, 8, 16, 32, 64, 128)
 _SCALE_PRIOR = 0.03
 """How firmly the engine's scales are held near 1: as a relative error of this part of a prefill."""
+_DECODE_SCALE_PRIOR = 0.1
+"""The same for decode steps, whose host time and operators are harder to tell apart."""
 _ROUNDS = 20
 _COLUMNS = (
     "request_s",
@@ -308,7 +310,7 @@ def fit_decodes(profile: Profile, step: StepFit, samples: Sequence[DecodeSample]
     attention_s = attention_s + context * attention.decode_context_s
     work = parts.gemms_s + parts.linear_s + profile.shape.num_layers * attention_s
     terms = np.stack([np.ones(len(rows)), rows, work], axis=1) / seconds[:, None]
-    prior = np.array([[0.0, 0.0, _SCALE_PRIOR * len(samples) ** 0.5]])
+    prior = np.array([[0.0, 0.0, _DECODE_SCALE_PRIOR * len(samples) ** 0.5]])
     target = np.concatenate([np.ones(len(rows)), prior.sum(axis=1)])
     host_s, request_s, scale = nonnegative(np.vstack([terms, prior]), target).tolist()
     return msgspec.structs.replace(
