@@ -6,9 +6,9 @@ Each change keeps nodes, tiers, counts and the log in step.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class Forest:
         self._clock = clock
         self._publishes = publishes
         self._next_key = 1
+        self._numbers = itertools.count(1)
 
     def check_integrity(self) -> None:
         """Walks over everything. Raises: AssertionError if something contradicts something else."""
@@ -166,7 +167,7 @@ class Forest:
             node.extend(label, keys)  # an end that grows, as in decoding, stays one node
         else:
             self.trees[tree.namespace] = tree
-            child = Node(tree, node, depth, label, keys)
+            child = Node(tree, node, depth, label, keys, next(self._numbers))
             node.children[label[: self.block_bytes]] = child
             self.num_nodes += 1
             node = child
@@ -184,9 +185,8 @@ class Forest:
         assert node.parent is not None
         offset = depth - node.start
         size = offset * self.block_bytes
-        upper = Node(
-            node.tree, node.parent, node.start, bytes(node.label[:size]), node.keys[:offset]
-        )
+        label, keys = bytes(node.label[:size]), node.keys[:offset]
+        upper = Node(node.tree, node.parent, node.start, label, keys, next(self._numbers))
         upper.touched_s = node.touched_s
         node.parent.children[bytes(upper.label[: self.block_bytes])] = upper
         del node.label[:size]
@@ -212,7 +212,7 @@ class Forest:
             freed.add(tier.medium, tier.cut(node, offset))
         self._tell_left(node, node.keys[offset:])
         if not offset:
-            parent, node.parent = node.parent, None
+            parent = node.parent
             del parent.children[bytes(node.label[: self.block_bytes])]
             self.num_nodes -= 1
             if parent.parent is None and not parent.children:
@@ -251,7 +251,7 @@ class Forest:
         borders = np.flatnonzero((np.diff(keys) != 1) | (np.diff(is_hbm) != 0)) + 1
         edges = [0, *borders.tolist(), len(keys)]
         parent = node.parent.keys[-1] if node.parent.keys else None
-        for begin, end in pairwise(edges):
+        for begin, end in itertools.pairwise(edges):
             label = bytes(node.label[begin * self.block_bytes : end * self.block_bytes])
             medium = Medium.HBM if is_hbm[begin] else Medium.DRAM
             yield Inserted(node.tree.namespace, parent, node.keys[begin], label, medium)

@@ -198,7 +198,7 @@ class RadixIndex:
                 bare[node] = min(depth, bare.get(node, depth))
         freed = Locations()
         for node, depth in bare.items():
-            if node.parent is not None:  # not below one that has left already
+            if node.keys:  # it is not below one that has left already
                 self._forest.truncate(node, depth, freed)
         return freed
 

@@ -40,9 +40,11 @@ class Cursor:
 
     def find(self) -> Node | None:
         """The node that has the block now; None if the cursor is stale."""
-        if self.node.parent is None or self.depth > self.node.end:
+        node: Node | None = self.node
+        while node is not None and (self.depth <= node.start or not node.keys):
+            node = node.parent  # a split has put the block there, if it is known at all
+        if node is None or self.depth > node.end:
             return None
-        node = self.node.holding(self.depth)
         return node if node.keys[self.depth - 1 - node.start] == self.key else None
 
 
