@@ -41,6 +41,8 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--device", default="H200", show_default=True, help="What the model runs on.")
 @click.option("--tp", type=int, default=1, show_default=True, help="GPUs of one instance.")
+@click.option("--policy", help="cost, prefix, session, least_loaded or round_robin.")
+@click.option("--split", help="auto, always or never.")
 @click.option("--profile", type=_PATH, metavar="FILE", help="What `calibrate` measured.")
 @click.option("--link", help="ipc, nccl, tcp or shm.")
 @click.option("--blocks", type=int, metavar="N", help="KV blocks of an instance.")
@@ -54,7 +56,12 @@ _PATH = click.Path(path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option("--csv", "csv_file", type=_PATH, metavar="FILE", help="Write a line per request.")
 def simulate(
-    assignments: tuple[str, ...], as_json: bool, csv_file: Path | None, **values: Any
+    assignments: tuple[str, ...],
+    as_json: bool,
+    csv_file: Path | None,
+    policy: str | None,
+    split: str | None,
+    **values: Any,
 ) -> None:
     """Run a load on simulated instances, with the real scheduler, and show what it would get."""
     import msgspec
@@ -64,7 +71,12 @@ def simulate(
     from memserve.simulator import report, setup
     from memserve.simulator.simulation import Simulation
 
-    settings = config.load(assignments=assignments, environ=os.environ)
+    flags = {"scheduler.policy": ("--policy", policy), "scheduler.split": ("--split", split)}
+    settings = config.load(
+        flags={key: (flag, text) for key, (flag, text) in flags.items() if text is not None},
+        assignments=assignments,
+        environ=os.environ,
+    )
     options = _options(values)
     costs = setup.costs(options)
     calls = setup.load(options)

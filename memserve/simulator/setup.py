@@ -15,6 +15,7 @@ from memserve.config import Config
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
+from memserve.core.policy import Split
 from memserve.core.profile import ModelShape, Profile
 from memserve.errors import ConfigError
 from memserve.scheduler import SchedulerSettings
@@ -191,7 +192,7 @@ def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[
     )
     return Setup(
         mode=mode,
-        scheduler=scheduler_settings(config, options.caching or mode.default_caching),
+        scheduler=scheduler_settings(config, options.caching or mode.default_caching, link),
         hardware=Hardware(geometry, link, EngineLimits(profile.chunk_tokens, options.max_num_seqs)),
         message_s=options.message_s,
         front_end_s=options.front_end_s,
@@ -218,15 +219,22 @@ def _kv_bytes(model: CostModel) -> float:
     return left
 
 
-def scheduler_settings(config: Config, caching: Caching) -> SchedulerSettings:
+def scheduler_settings(config: Config, caching: Caching, link: str) -> SchedulerSettings:
     """As `memserve up` makes them."""
+    scheduler = config.scheduler
     return SchedulerSettings(
         caching=caching,
-        max_attempts=config.scheduler.max_attempts,
-        max_waiting=config.scheduler.max_waiting,
-        wait_timeout_s=config.scheduler.wait_timeout_s,
-        timeline_requests=config.scheduler.timeline_requests,
-        tree_ttl_s=config.scheduler.tree_ttl_s,
-        tree_max_blocks=config.scheduler.tree_max_blocks,
+        max_attempts=scheduler.max_attempts,
+        max_waiting=scheduler.max_waiting,
+        wait_timeout_s=scheduler.wait_timeout_s,
+        max_running=scheduler.max_running,
+        max_queued_tokens=scheduler.max_queued_tokens,
+        timeline_requests=scheduler.timeline_requests,
+        freshness=scheduler.freshness,
+        tree_ttl_s=scheduler.tree_ttl_s,
+        tree_max_blocks=scheduler.tree_max_blocks,
         reservation_s=config.transfer.reservation_s,
+        policy=scheduler.policy,
+        split=Split(scheduler.split),
+        link=link,
     )

@@ -21,14 +21,15 @@ from memserve.core.delivery import Delivery
 from memserve.core.mode import Mode
 from memserve.core.vocabulary import RequestSpec, Seat
 from memserve.errors import MemServeError, UnavailableError
-from memserve.messages import AnyCommand, AnyEvent, CacheChanged, Sent, Started
+from memserve.messages import AnyCommand, AnyEvent, CacheChanged, Heartbeat, Sent, Started
 from memserve.scheduler import GlobalScheduler, SchedulerSettings
 from memserve.simulator.clock import EventQueue
 from memserve.simulator.worker import Hardware, SimulatedRequest, SimulatedWorker
 from memserve.simulator.workload import Call, prompt_ids
 from memserve.types import InstanceId, Namespace, RequestId
 
-_TICK_S = 0.5
+_TICK_S = 1.0
+"""Between heartbeats, and between the scheduler's looks at its deadlines."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -134,7 +135,9 @@ class Simulation:
         self._queue = EventQueue()
         roles = dict(setup.mode.instances())
         self._workers: dict[InstanceId, SimulatedWorker] = {}
-        self.scheduler = GlobalScheduler(setup.scheduler, roles, self._send, self._queue.now)
+        self.scheduler = GlobalScheduler(
+            setup.scheduler, roles, self._send, self._queue.now, costs
+        )
         self.scheduler.attach(self)
         for instance in roles:
             seat = Seat(instance, 1)
@@ -221,6 +224,7 @@ class Simulation:
             max_tokens=call.reply.length,
             resample=False,
             namespace=Namespace(),
+            session=call.session,
         )
         begun = self._stopwatch()
         try:
@@ -238,6 +242,8 @@ class Simulation:
 
     def _tick(self) -> None:
         self.scheduler.tick()
+        for worker in self._workers.values():
+            worker.beat()
         if self._open or self._num_arrived < len(self._calls):
             self._queue.after(_TICK_S, self._tick)
 
@@ -272,7 +278,10 @@ class Simulation:
 
     def _on_event(self, seat: Seat, event: AnyEvent) -> None:
         begun = self._stopwatch()
-        self.scheduler.on_event(seat, event)  # type: ignore[arg-type]
+        if isinstance(event, Heartbeat):
+            self.scheduler.on_stats(seat, event.stats)
+        else:
+            self.scheduler.on_event(seat, event)  # type: ignore[arg-type]
         self._events_s += self._stopwatch() - begun
         self._num_events += 1
 

@@ -29,8 +29,10 @@ from memserve.messages import (
     Commit,
     Decode,
     Finished,
+    Heartbeat,
     LinkReady,
     PeerJoined,
+    PoolStats,
     Prefill,
     Refused,
     Rejected,
@@ -372,6 +374,24 @@ class SimulatedWorker:
     def _emit_of_transfers(self, event: AnyEvent) -> None:
         if not isinstance(event, LinkReady):
             self._emit(event)
+
+    def beat(self) -> None:
+        """Say how full the pool is."""
+        counts = self.mempool.stats()
+        stats = PoolStats(
+            total_blocks=counts.total,
+            free_blocks=counts.free,
+            historical_blocks=counts.historical,
+            active_blocks=counts.active,
+            reserved_blocks=self.transfers.reserved_blocks,
+            quarantined_blocks=self.transfers.quarantined_blocks,
+            pinned_requests=self.transfers.pinned_requests,
+            running_requests=self.engine.num_running,
+            waiting_requests=self.engine.num_waiting,
+            prefix_hit_tokens=0,
+            prefix_query_tokens=0,
+        )
+        self._emit(Heartbeat(instance=self.seat.instance, epoch=self.seat.epoch, stats=stats))
 
     # ── accounting ────────────────────────────────────────────────────────────────────────────
 
