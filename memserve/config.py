@@ -94,6 +94,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Requests placed on one instance; more wait."""
     max_queued_tokens: AtLeast1 = 16_384
     """Prompt tokens that one instance still has to compute, when it is given no more."""
+    policy: Literal["cost", "prefix", "session", "least_loaded", "round_robin"] = "cost"
+    split: Literal["auto", "always", "never"] = "auto"
     timeline_requests: AtLeast0 = 1024
     freshness: Literal["events", "ttl"] = "events"
     tree_ttl_s: Seconds = 3600.0

@@ -27,9 +27,12 @@ import msgspec
 import uvloop
 from aiohttp import web
 
+from memserve import profiles
 from memserve.channel import Hub
 from memserve.cluster import ClusterManager, ClusterSettings
 from memserve.config import Config, caching_in_force, engine_settings, mode_in_force
+from memserve.core.cost_model import CostModel
+from memserve.core.policy import Split
 from memserve.core.timeline import RequestTimeline
 from memserve.core.vocabulary import Seat
 from memserve.errors import ConfigError, MemServeError, StartError
@@ -51,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 _TREE_CHECK_S = 10.0
 """How long an instance may take to say what it holds, in an audit."""
+_LINKS = {"cpu": "shm", "cuda": "ipc"}
+"""Device → the kind of the links between its instances."""
 _TICK_S = 0.5
 """How often deadlines are looked at."""
 
@@ -150,8 +155,9 @@ class Orchestrator:
     async def _serve(
         self, model: str, run_dir: Path, listener: socket.socket, show_live_view: bool
     ) -> None:
+        profile = await asyncio.to_thread(profiles.for_config, self._config, model)
         hub = Hub(run_dir, self._on_event)
-        self._build(model, run_dir, hub)
+        self._build(model, run_dir, hub, CostModel(profile, self._config.cluster.tp))
         app = build_app(self, lambda: self._front_end, api_keys=self._config.api_keys)
         runner = make_runner(app)
         try:
@@ -177,7 +183,7 @@ class Orchestrator:
                 self._front_end.close()
             await hub.close()
 
-    def _build(self, model: str, run_dir: Path, hub: Hub) -> None:
+    def _build(self, model: str, run_dir: Path, hub: Hub, cost: CostModel) -> None:
         config = self._config
         hub.open()
         roles = dict(self._mode.instances())
@@ -194,10 +200,14 @@ class Orchestrator:
                 tree_ttl_s=config.scheduler.tree_ttl_s,
                 tree_max_blocks=config.scheduler.tree_max_blocks,
                 reservation_s=config.transfer.reservation_s,
+                policy=config.scheduler.policy,
+                split=Split(config.scheduler.split),
+                link=_LINKS[config.cluster.device],
             ),
             roles,
             hub.send,
             time.monotonic,
+            cost,
         )
         num_threads = max(1, (os.cpu_count() or 1) // len(roles))
         environment = dict(os.environ)
@@ -314,6 +324,8 @@ class Orchestrator:
             return
         if isinstance(event, Ready | StartFailed | Heartbeat | LinkReady | Audited):
             self._cluster.on_event(seat, event)
+            if isinstance(event, Heartbeat):
+                self._scheduler.on_stats(seat, event.stats)
         else:
             self._scheduler.on_event(seat, event)
 

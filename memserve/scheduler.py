@@ -59,6 +59,7 @@ from memserve.messages import (
     AnyCommand,
     CacheChanged,
     CacheSnapshot,
+    PoolStats,
     Sent,
     Tokens,
     Transmit,
@@ -246,6 +247,14 @@ class GlobalScheduler:
             if active is not None:
                 self._step(active, event)
         self._admit()
+
+    def on_stats(self, seat: Seat, stats: PoolStats) -> None:
+        """What a living instance says of its pool."""
+        if self._limits is not None and seat in self._members:
+            block_size = self._limits.block_size
+            free_tokens = (stats.free_blocks + stats.historical_blocks) * block_size
+            empty_tokens = stats.free_blocks * block_size
+            self._members.loads.set_room(seat.instance, free_tokens, empty_tokens)
 
     def tick(self) -> None:
         """Let requests that waited too long for a place fail, and stale tree entries go."""

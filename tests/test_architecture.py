@@ -67,8 +67,8 @@ MAY_IMPORT: dict[str, str] = {
     ),
     # what joins them
     "orchestrator": (
-        "channel cluster config core engine_args errors frontend messages models progress scheduler"
-        " status tui types units workers.environment workers.spec"
+        "channel cluster config core engine_args errors frontend messages models profiles progress"
+        " scheduler status tui types units workers.environment workers.spec"
     ),
     "cli": (
         "calibration config config_text core.mode engine_args errors models orchestrator progress"

@@ -220,15 +220,17 @@ class CostPolicy:
             "expected_tokens": demand.expected_tokens,
             "candidates": [
                 *(self._first_terms(slot, loads, firsts, load_s) for slot in computing),
-                *(
-                    {
-                        "instance": loads.instances[slot],
-                        "cached_tokens": int(demand.cached_tokens[slot]),
-                        "load_s": _rounded(load_s[slot]),
-                    }
-                    for slot in generating
-                ),
+                *(self._decode_terms(slot, demand, loads, load_s) for slot in generating),
             ],
+        }
+
+    def _decode_terms(
+        self, slot: int, demand: Demand, loads: Loads, load_s: Seconds
+    ) -> dict[str, Number]:
+        return {
+            "instance": loads.instances[slot],
+            "cached_tokens": int(demand.cached_tokens[slot]),
+            "load_s": _rounded(load_s[slot]),
         }
 
     def _first_terms(

@@ -78,7 +78,7 @@ class Loads:
         self.is_ready[slot] = self.is_open[slot] = True
 
     def end(self, instance: InstanceId) -> None:
-        """A life is over, and with it all that it had to do (transfers apart: they are answered)."""
+        """A life is over, and what it had to do; transfers end by themselves (`add_transfer`)."""
         slot = self.slots[instance]
         self.is_ready[slot] = self.is_open[slot] = False
         for counts in (

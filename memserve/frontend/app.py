@@ -71,7 +71,7 @@ def build_app(
     api_keys: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> web.Application:
-    """All routes. `api` gives None until the front end is loaded; without `api_keys` none is asked for."""
+    """All routes. `api` gives None until the front end is loaded; no `api_keys`: none is asked."""
     app = web.Application(
         middlewares=[_errors_as_json, _key_check(api_keys)], client_max_size=max_body_bytes
     )
@@ -156,6 +156,7 @@ class _Routes:
         body = await _read_json(request)
         calls = self._loaded().calls
         call = calls.open(_client_id(request), request.get(_KEY_NAME, ""))
+        call.session = _session(request, body)
         if call.client_id is None:
             request[_REQUEST_ID] = call.id
         try:
@@ -276,6 +277,13 @@ def _not_ready(reason: str) -> ApiError:
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     request_id = _client_id(request) or request.get(_REQUEST_ID) or uuid.uuid4().hex
     response.headers.setdefault("X-Request-Id", request_id)
+
+
+def _session(request: web.Request, body: object) -> str:
+    """What the client calls the conversation, by `X-Session-Id` or OpenAI's `user`; or nothing."""
+    named = request.headers.get("X-Session-Id", "")
+    user = body.get("user") if isinstance(body, dict) else None
+    return named or (user if isinstance(user, str) else "")
 
 
 @web.middleware

@@ -32,6 +32,8 @@ class Call:
     """The `X-Request-Id` that the client chose."""
     key_name: str = ""
     """Whose API key it came with; keys take turns."""
+    session: str = ""
+    """What the client calls the conversation, if anything."""
     request_ids: list[RequestId] = field(default_factory=list)
     endings: list[Callable[[], None]] = field(default_factory=list)
     """Free what the call started; each does nothing when called again."""
