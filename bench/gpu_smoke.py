@@ -46,11 +46,10 @@ from memserve.engine_args import count_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m-instruct"
-SESSIONS = 4
-TURNS = 3
 NEW_TOKENS = 48
-FIRST_PROMPT = 700
 NEXT_PROMPT = 90
+LATER_SESSION = 37
+"""Tokens that each session's first prompt is longer than the one before's."""
 TOKEN_RANGE = (300, 40_000)
 """Token ids of SmolLM2 that are ordinary words; prompts are drawn from them."""
 REQUEST_TIMEOUT_S = 60.0
@@ -399,19 +398,30 @@ def uses_cuda(pid: int) -> bool:
 # ── what is asked ─────────────────────────────────────────────────────────────────────────────
 
 
+class Size(msgspec.Struct, frozen=True):
+    sessions: int = 4
+    turns: int = 3
+    first_prompt: int = 700
+    long_answer: int = 400
+
+
+SMALL = Size(sessions=2, turns=2, first_prompt=150, long_answer=60)
+
+
 class Turn(msgspec.Struct):
     prompt: list[int]
     expected: list[int]
 
 
-def reference(cluster: Cluster) -> list[list[Turn]]:
+def reference(cluster: Cluster, size: Size) -> list[list[Turn]]:
     """Sessions whose turns hold what was answered before."""
     sessions = []
-    for number in range(SESSIONS):
+    for number in range(size.sessions):
         rng = random.Random(number)
-        history = [rng.randrange(*TOKEN_RANGE) for _ in range(FIRST_PROMPT + 37 * number)]
+        length = size.first_prompt + LATER_SESSION * number
+        history = [rng.randrange(*TOKEN_RANGE) for _ in range(length)]
         turns = []
-        for _ in range(TURNS):
+        for _ in range(size.turns):
             answer = cluster.complete(history)
             require(answer.cached_tokens == 0, "the reference found something in a cache")
             turns.append(Turn(history, answer.tokens))
@@ -469,6 +479,7 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
+        self.size = Size() if arguments.device == "cuda" else SMALL
         self.deadline = time.monotonic() + arguments.max_seconds
         self.metrics: dict[str, Scalar] = {}
         self.raw: dict[str, Any] = {}
@@ -528,7 +539,7 @@ class Run:
     def float32(self) -> None:
         with self.clusters(("1PD", self.settings("float32"))) as (one,):
             one.require_no_cuda_outside_workers()
-            sessions = reference(one)
+            sessions = reference(one, self.size)
             self.note("1PD_again", replay(one, sessions, 1), least_equal=1.0)
             one.audit()
         with self.clusters(("1P1D-CC", self.settings("float32"))) as (split,):
@@ -540,8 +551,8 @@ class Run:
             self.check_links(split)
             split.audit()
             fresh = [[Turn([7, *t.prompt], t.expected) for t in turns[:1]] for turns in sessions]
-            at_once = replay(split, fresh + sessions, 2 * SESSIONS)
-            known = [d for d in at_once.differences if int(d.split()[1]) >= SESSIONS]
+            at_once = replay(split, fresh + sessions, 2 * self.size.sessions)
+            known = [d for d in at_once.differences if int(d.split()[1]) >= self.size.sessions]
             self.raw["at_once"] = known
             if len(known) > 1:  # a batch of another size may round otherwise once in a while
                 self.faults.append(f"1P1D-CC at once: {known}")
@@ -562,8 +573,11 @@ class Run:
     def kill_prefill(self, cluster: Cluster, sessions: list[list[Turn]]) -> None:
         """P dies while requests run: all of them are answered, P comes back, pools are clean."""
         before = cluster.instance("P0")
-        with concurrent.futures.ThreadPoolExecutor(SESSIONS) as pool:
-            running = [pool.submit(cluster.complete, turns[1].prompt, 400) for turns in sessions]
+        with concurrent.futures.ThreadPoolExecutor(len(sessions)) as pool:
+            running = [
+                pool.submit(cluster.complete, turns[1].prompt, self.size.long_answer)
+                for turns in sessions
+            ]
             time.sleep(0.4)
             os.kill(before["pid"], signal.SIGKILL)
             killed = time.monotonic()
@@ -585,7 +599,7 @@ class Run:
         small = {"mempool.hbm_mb": 8192, "engine.gpu_memory_utilization": 0.2}
         wanted = [(mode, self.settings("bfloat16", **small)) for mode in ("1PD", "1P1D-CC")]
         with self.clusters(*wanted) as (one, split):
-            sessions = reference(one)
+            sessions = reference(one, self.size)
             self.note("bf16_1PD_again", replay(one, sessions, 1), least_equal=0.9)
             self.note("bf16_1P1D-CC", replay(split, sessions, 1), least_equal=0.5)
             self.check_links(split)
@@ -607,6 +621,7 @@ def main() -> int:
     if arguments.device == "cuda" and not count_gpus():
         print("no NVIDIA GPU is visible here: nothing is run")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_smoke was told to end"))
     run = Run(arguments)
     phases: dict[str, Callable[[], None]] = {
         "link": lambda: run.metrics.update(check_link()),
