@@ -35,7 +35,7 @@ from memserve.messages import (
     Sent,
     Transmit,
 )
-from memserve.types import Geometry, InstanceId, RequestId, TransferId
+from memserve.types import Geometry, InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.shm import open_shm
 from memserve.workers.mempool import MemPool
@@ -125,7 +125,7 @@ def once(sender: Side, receiver: Side, num_tokens: int, run: int, seed: int) -> 
         request_id=request,
         known_tokens=0,
         token_ids=tokens,
-        cache_salt=None,
+        namespace=Namespace(),
         is_private=False,
         deadline_s=30.0,
     )

@@ -10,8 +10,9 @@ from collections.abc import KeysView, Mapping
 
 import msgspec
 
-from memserve.core.lifecycle import Phase, RequestLifecycle, Seat
+from memserve.core.lifecycle import Phase, RequestLifecycle
 from memserve.core.policy import InstanceView
+from memserve.core.vocabulary import Seat
 from memserve.messages import Sent, Transmit, TransmitFailed
 from memserve.status import Counters, LinkStatus
 from memserve.types import InstanceId, RequestId, Role, TransferId

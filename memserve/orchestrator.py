@@ -38,8 +38,8 @@ from memserve.config import (
     mode_in_force,
 )
 from memserve.core.gpu_plan import describe_plan
-from memserve.core.lifecycle import Seat
 from memserve.core.timeline import RequestTimeline
+from memserve.core.vocabulary import Seat
 from memserve.engine_args import visible_gpus
 from memserve.errors import ConfigError, MemServeError, StartError
 from memserve.frontend.app import build_app, make_runner

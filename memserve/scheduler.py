@@ -22,7 +22,10 @@ import msgspec
 from memserve.accounting import Members, Totals, Traffic
 from memserve.core import policy
 from memserve.core.delivery import Delivery
-from memserve.core.lifecycle import (
+from memserve.core.lifecycle import Phase, RequestLifecycle
+from memserve.core.prompt_tree import PromptTree
+from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
+from memserve.core.vocabulary import (
     Action,
     AnyInput,
     ClientCancelled,
@@ -34,18 +37,14 @@ from memserve.core.lifecycle import (
     Limits,
     Note,
     Output,
-    Phase,
     PlaceAgain,
     Plan,
-    RequestLifecycle,
     RequestSpec,
     Seat,
     Send,
     StopSeen,
     WorkerEvent,
 )
-from memserve.core.prompt_tree import PromptTree
-from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
 from memserve.errors import InstanceLostError, MemServeError, UnavailableError
 from memserve.frontend.service import OutputSink
 from memserve.messages import (
@@ -286,7 +285,7 @@ class GlobalScheduler:
         token_ids = lifecycle.token_ids
         matches: dict[InstanceId, int] = {}
         for tree in self._trees.values():
-            matches |= tree.match(token_ids, now, lifecycle.spec.cache_salt)
+            matches |= tree.match(token_ids, now, lifecycle.spec.namespace)
         views = self._members.views(matches)
         placement = policy.place(len(token_ids), views)
         first = self._members.seat(placement.first)
@@ -391,7 +390,7 @@ class GlobalScheduler:
         if action.instance in self._members.instances:
             token_ids = active.lifecycle.token_ids[: action.num_tokens]
             tree = self._trees[self._roles[action.instance]]
-            tree.insert(token_ids, action.instance, now, active.lifecycle.spec.cache_salt)
+            tree.insert(token_ids, action.instance, now, active.lifecycle.spec.namespace)
 
     def _finish(self, active: _Active) -> None:
         self._totals.finished += 1

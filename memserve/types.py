@@ -23,6 +23,9 @@ TransferId = NewType("TransferId", str)
 BlockId = NewType("BlockId", int)
 """Index of a KV block in an instance's pool."""
 
+SlotId = NewType("SlotId", int)
+"""Index of a KV block's place in an instance's host memory."""
+
 
 class Role(enum.Enum):
     """What an instance does for a request."""

@@ -43,8 +43,8 @@ MAY_IMPORT: dict[str, str] = {
     "accounting": "core messages status types",
     "scheduler": "accounting core errors frontend.service messages status types",
     # the front end says in `service` what it needs of the others, and sees no more of them
-    "frontend": "core.delivery core.lifecycle errors frontend messages types",
-    "frontend.service": "core.delivery core.lifecycle errors status types",
+    "frontend": "core.delivery core.vocabulary errors frontend messages types",
+    "frontend.service": "core.delivery core.vocabulary errors status types",
     # what people see in a terminal: no more than a snapshot
     "progress": "types units",
     "status_client": "errors status",

@@ -1,7 +1,7 @@
 """Which instances a request runs on: pure, from what the scheduler knows at the moment.
 
 `scheduler.py` calls `place` with a view of every ready instance and turns the answer into a
-`lifecycle.Plan`; the reason goes to the request's timeline. The paper: section 6.
+`vocabulary.Plan`; the reason goes to the request's timeline. The paper: section 6.
 
 A request runs whole on a colocated instance, or split over a prefill and a decode instance. Where
 it computes its prompt is chosen by a `Ranking`; `LongestPrefix` is the first. It looks at load only

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from memserve.types import InstanceId
+from memserve.types import InstanceId, Namespace
 
 _TOKEN = "i"
 _TOKEN_BYTES = array(_TOKEN).itemsize
@@ -53,10 +53,10 @@ class PromptTree:
         self._block_bytes = block_size * _TOKEN_BYTES
         self._max_blocks = max_blocks
         self._ttl_s = ttl_s
-        self._roots: dict[str | None, _Node] = {}
+        self._roots: dict[Namespace | None, _Node] = {}
         self._num_blocks = 0
         self._num_nodes = 0
-        self._ends: list[tuple[float, int, str | None, _Node]] = []
+        self._ends: list[tuple[float, int, Namespace | None, _Node]] = []
         """A heap of (last told, order of entry, namespace, leaf). An entry is stale, and skipped,
         once its node is no leaf any more or was told again."""
         self._entry_numbers = itertools.count()
@@ -67,7 +67,7 @@ class PromptTree:
         return self._num_blocks
 
     def match(
-        self, tokens: Sequence[int], now: float, namespace: str | None = None
+        self, tokens: Sequence[int], now: float, namespace: Namespace | None = None
     ) -> dict[InstanceId, int]:
         """How many of the first tokens each instance is believed to hold (full blocks).
 
@@ -94,7 +94,11 @@ class PromptTree:
         return found
 
     def insert(
-        self, tokens: Sequence[int], instance: InstanceId, now: float, namespace: str | None = None
+        self,
+        tokens: Sequence[int],
+        instance: InstanceId,
+        now: float,
+        namespace: Namespace | None = None,
     ) -> None:
         """The instance holds the KV of these tokens' full blocks. `now` never runs backwards."""
         key = self._pack(tokens)
@@ -179,7 +183,7 @@ class PromptTree:
         self._num_nodes += 1
         return upper
 
-    def _cut(self, node: _Node, namespace: str | None) -> None:
+    def _cut(self, node: _Node, namespace: Namespace | None) -> None:
         """Remove a node and all below it; a parent that becomes an end is entered as one."""
         parent = node.parent
         if parent is None:  # was below something that is cut already
@@ -196,7 +200,7 @@ class PromptTree:
         else:
             self._enter(parent, namespace)
 
-    def _drop_root_if_bare(self, namespace: str | None, root: _Node) -> None:
+    def _drop_root_if_bare(self, namespace: Namespace | None, root: _Node) -> None:
         if not root.children and self._roots.get(namespace) is root:
             del self._roots[namespace]
 
@@ -210,7 +214,7 @@ class PromptTree:
 
     # ── the bound ─────────────────────────────────────────────────────────────────────────────
 
-    def _enter(self, node: _Node, namespace: str | None) -> None:
+    def _enter(self, node: _Node, namespace: Namespace | None) -> None:
         entry = (node.last_told, next(self._entry_numbers), namespace, node)
         heapq.heappush(self._ends, entry)
 
@@ -228,7 +232,7 @@ class PromptTree:
         ]
         heapq.heapify(self._ends)
 
-    def _oldest_end(self) -> tuple[float, int, str | None, _Node] | None:
+    def _oldest_end(self) -> tuple[float, int, Namespace | None, _Node] | None:
         """The leaf that was told longest ago; stays in the heap."""
         while self._ends:
             told, _, _, node = self._ends[0]

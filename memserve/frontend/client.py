@@ -33,12 +33,12 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from memserve.core.delivery import Delivery
-from memserve.core.lifecycle import RequestSpec
+from memserve.core.vocabulary import RequestSpec
 from memserve.errors import DeadlineError, MemServeError, RequestError
 from memserve.frontend.calls import Call, CallIndex
 from memserve.frontend.errors import ApiError
 from memserve.frontend.service import Scheduler
-from memserve.types import RequestId
+from memserve.types import Namespace, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +223,7 @@ class MemServeClient(EngineClient):
         bare = copy(request)
         bare.prompt_token_ids = []
         (encoded,) = self._encoder.encode(bare)
+        lora = request.lora_request
         room = self.model_config.max_model_len - len(token_ids)
         return RequestSpec(
             id=RequestId(request.request_id),
@@ -230,7 +231,7 @@ class MemServeClient(EngineClient):
             request=bytes(encoded),
             max_tokens=min(params.max_tokens, room),
             resample=needs_resampling(params) or bool(self.model_config.logits_processors),
-            cache_salt=request.cache_salt,
+            namespace=Namespace(request.cache_salt, lora and lora.lora_name),
         )
 
     async def _outputs(self, run: _Run, call: Call) -> AsyncGenerator[RequestOutput, None]:

@@ -317,6 +317,19 @@ class Engine:
         ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         return any(request.status in ready for request in self._scheduler.waiting)
 
+    def fence(self) -> Callable[[], bool]:
+        """Whether every step that is in flight at this moment has ended.
+
+        With asynchronous scheduling the pool indexes a block when its step is scheduled; its KV is
+        there once that step has ended.
+        """
+        in_flight = {id(future): future for future, *_ in self._core.batch_queue or ()}
+
+        def has_passed() -> bool:
+            return not any(id(future) in in_flight for future, *_ in self._core.batch_queue or ())
+
+        return has_passed
+
     def held_blocks(self) -> dict[str, list[int]]:
         """Who holds which blocks in the engine itself, once per reference."""
         manager = self._scheduler.kv_cache_manager

@@ -15,8 +15,8 @@ again must not meet what is left in flight of its earlier attempt.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from memserve.errors import ProtocolError, RequestError
 from memserve.messages import (
@@ -46,12 +46,12 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import BlockId, InstanceId, RequestId
+from memserve.types import BlockId, InstanceId, Namespace, RequestId
 from memserve.workers.compat import Engine, EngineCodec, complete_tokens
 from memserve.workers.mempool import MemPool, Prefix
 from memserve.workers.records import Record, Records
 from memserve.workers.requests import decode_request, prefill_request
-from memserve.workers.transfer import Transfers, namespace
+from memserve.workers.transfer import Transfers, private_namespace
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -61,6 +61,9 @@ logger = logging.getLogger(__name__)
 
 _STARVED_WAIT_S = 0.005
 """Between two steps of an engine whose requests all wait for blocks: only commands can help."""
+
+
+_RunT = TypeVar("_RunT", Prefill, Decode)
 
 
 class Channel(Protocol):
@@ -188,15 +191,19 @@ class EngineLoop:
                 self._is_stopping = True
 
     def _prefill(self, command: Prefill) -> None:
-        self._forget(command.request_id)
-        record = self._records.learn(command.request_id, 0, command.prompt_token_ids)
-
-        def build(request: EngineCoreRequest, engine_id: str, salt: str | None) -> None:
-            prefill_request(request, command, engine_id, salt)
-
-        self._start(record, command, build)
+        if not command.known_tokens:
+            self._forget(command.request_id)
+        self._start(command, prefill_request)
 
     def _decode(self, command: Decode) -> None:
+        self._start(command, decode_request)
+
+    def _start(
+        self,
+        command: _RunT,
+        build: Callable[[EngineCoreRequest, _RunT, Sequence[int], str, str | None], object],
+    ) -> None:
+        """Put the request into the engine. A request that the engine refuses must not break it."""
         try:
             record = self._records.learn(
                 command.request_id, command.known_tokens, command.token_ids
@@ -204,20 +211,6 @@ class EngineLoop:
         except ProtocolError as error:
             self._reject(command, error)
             return
-        token_ids = record.tokens[: command.known_tokens + len(command.token_ids)]
-
-        def build(request: EngineCoreRequest, engine_id: str, salt: str | None) -> None:
-            decode_request(request, command, token_ids, engine_id, salt)
-
-        self._start(record, command, build)
-
-    def _start(
-        self,
-        record: Record,
-        command: Prefill | Decode,
-        build: Callable[[EngineCoreRequest, str, str | None], None],
-    ) -> None:
-        """Put the request into the engine. A request that the engine refuses must not break it."""
         if record.engine_id is not None:
             self._reject(command, RequestError(f"it runs here already, as {record.engine_id}"))
             return
@@ -226,11 +219,14 @@ class EngineLoop:
         record.is_private = command.is_private
         record.held_tokens = 0
         engine_id = f"{record.id}/{command.attempt}"
+        token_ids = record.tokens[: command.known_tokens + len(command.token_ids)]
         try:
             self._check_length(record)
             request = self._codec.decode_request(command.request)
             salt = request.cache_salt
-            build(request, engine_id, namespace(record.id, salt) if record.is_private else salt)
+            if record.is_private:
+                salt = private_namespace(record.id, Namespace(salt)).cache_salt
+            build(request, command, token_ids, engine_id, salt)
             self._records.enter_engine(record, engine_id)
             self._engine.add(request)
         except RequestError as error:
@@ -275,6 +271,9 @@ class EngineLoop:
         self._transfers.allocate(command, record.tokens[:num_tokens])
 
     def _transmit(self, command: Transmit) -> None:
+        if command.history is not None:
+            self._transfers.transmit_history(command, command.history, self._engine.fence())
+            return
         if self._records.get(command.request_id) is not None:
             self._transfers.transmit(command)
             return

@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 
 from memserve.errors import TransferError
 from memserve.messages import Allocate, AnyEvent, PeerJoined
-from memserve.types import BlockId, Direction, InstanceId, RequestId, TransferId
+from memserve.types import BlockId, Direction, InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
 from memserve.workers.transfer import Transfers
@@ -243,7 +243,7 @@ def allocate(
         request_id=request_id,
         known_tokens=0,
         token_ids=[],
-        cache_salt=salt,
+        namespace=Namespace(salt),
         is_private=is_private,
         deadline_s=DEADLINE_S,
     )

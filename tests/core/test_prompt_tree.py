@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve.core.prompt_tree import PromptTree
-from memserve.types import InstanceId
+from memserve.types import InstanceId, Namespace
 
 BLOCK_SIZE = 2
 TTL_S = 10.0
@@ -138,7 +138,7 @@ class Op:
     kind: str
     tokens: list[int]
     instance: InstanceId
-    namespace: str | None
+    namespace: Namespace | None
     wait_s: float
 
 
@@ -147,7 +147,7 @@ ops = st.builds(
     kind=st.sampled_from(["insert", "insert", "insert", "match", "evict", "drop"]),
     tokens=st.lists(st.integers(0, 1), max_size=13),
     instance=st.sampled_from([P0, P1, InstanceId("P2")]),
-    namespace=st.sampled_from([None, None, "salt"]),
+    namespace=st.sampled_from([None, None, Namespace("salt")]),
     wait_s=st.sampled_from([0.0, 0.0, 1.0, 6.0]),
 )
 
@@ -159,12 +159,12 @@ class NaiveTree:
         self.told: dict[tuple[str | None, InstanceId, tuple[int, ...]], float] = {}
 
     def insert(
-        self, tokens: list[int], instance: InstanceId, now: float, namespace: str | None
+        self, tokens: list[int], instance: InstanceId, now: float, namespace: Namespace | None
     ) -> None:
         for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE):
             self.told[namespace, instance, tuple(tokens[:end])] = now
 
-    def match(self, tokens: list[int], now: float, namespace: str | None) -> dict[str, int]:
+    def match(self, tokens: list[int], now: float, namespace: Namespace | None) -> dict[str, int]:
         found: dict[str, int] = {}
         for (space, instance, prefix), told in self.told.items():
             is_prefix = tuple(tokens[: len(prefix)]) == prefix

@@ -29,6 +29,7 @@ from memserve.frontend.client import apply_delivery, needs_resampling
 from memserve.frontend.openai import Frontend, build_frontend
 from memserve.messages import Abort, Decode
 from memserve.models import BUNDLED_NAME, resolve_model
+from memserve.types import Namespace
 from tests.integration.frontend_harness import WRONG_TOKEN, FakeCluster, Relay, Script
 
 pytestmark = [
@@ -318,7 +319,7 @@ async def test_the_workers_get_the_clients_settings(
         answers = (await events_of(response))[:-1]
     spec, params = cluster.requests[0].lifecycle.spec, cluster.requests[0].params
     assert (params.max_tokens, params.min_tokens, params.stop) == (6, 4, ["nowhere"])
-    assert (spec.max_tokens, spec.resample, spec.cache_salt) == (6, True, "tenant-a")
+    assert (spec.max_tokens, spec.resample, spec.namespace) == (6, True, Namespace("tenant-a"))
     assert cluster.requests[0].request.cache_salt == "tenant-a"
     assert [answer["choices"][0]["finish_reason"] for answer in answers][-1] == "length"
 

@@ -46,7 +46,7 @@ from memserve.messages import (
     decode_event,
     encode,
 )
-from memserve.types import InstanceId, RequestId, Role, TransferId
+from memserve.types import InstanceId, Namespace, RequestId, Role, TransferId
 from memserve.workers.spec import (
     AnyNotice,
     Exited,
@@ -274,7 +274,8 @@ class Rig:
                 request_id=RequestId(name),
                 attempt=1,
                 request=request,
-                prompt_token_ids=prompt,
+                known_tokens=0,
+                token_ids=prompt,
                 whole=True,
                 hold=False,
                 is_private=True,
@@ -296,7 +297,8 @@ class Rig:
                 request_id=RequestId(name),
                 attempt=1,
                 request=request,
-                prompt_token_ids=prompt,
+                known_tokens=0,
+                token_ids=prompt,
                 whole=False,
                 hold=True,
                 is_private=is_private,
@@ -329,7 +331,7 @@ class Rig:
                 request_id=RequestId(name),
                 known_tokens=known_tokens,
                 token_ids=token_ids[known_tokens:],
-                cache_salt=None,
+                namespace=Namespace(),
                 is_private=is_private,
                 deadline_s=30.0,
             ),
