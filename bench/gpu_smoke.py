@@ -50,8 +50,8 @@ NEW_TOKENS = 48
 NEXT_PROMPT = 90
 LATER_SESSION = 37
 """Tokens that each session's first prompt is longer than the one before's."""
-TOKEN_RANGE = (300, 40_000)
-"""Token ids of SmolLM2 that are ordinary words; prompts are drawn from them."""
+TEXTS = ("ARCHITECTURE.md", "README.md", "CONTRIBUTING.md")
+"""What prompts are cut from: on text a model is seldom undecided between two tokens."""
 REQUEST_TIMEOUT_S = 100.0
 TAIL_LINES = 60
 
@@ -221,7 +221,13 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             stdout=self._up_log,
             stderr=self._up_log,
-            env={**os.environ, "TMPDIR": str(self._folder), "MEMSERVE_CONFIG": self._no_settings()},
+            env={
+                **os.environ,
+                "TMPDIR": str(self._folder),
+                "MEMSERVE_CONFIG": self._no_settings(),
+                # Triton rounds float32 to 19 bits before it multiplies, unless it is told not to.
+                "TRITON_F32_DEFAULT": "ieee",
+            },
         )
         self._watcher = threading.Thread(target=self._follow_logs, daemon=True)
         self._watcher.start()
@@ -278,6 +284,17 @@ class Cluster:
             raise FaultError(f"HTTP {error.code}: {error.read().decode()[:500]}") from error
         require(len(answer.tokens) == max_tokens, f"{len(answer.tokens)} tokens of {max_tokens}")
         return answer
+
+    def tokenize(self, text: str) -> list[int]:
+        body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
+        request = urllib.request.Request(
+            self.url + "/tokenize",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+            tokens: list[int] = json.load(answer)["tokens"]
+        return tokens
 
     def audit(self) -> None:
         """Wait until all pools are quiet, then every block must have exactly one owner."""
@@ -417,20 +434,27 @@ class Turn(msgspec.Struct):
 
 def reference(cluster: Cluster, size: Size) -> list[list[Turn]]:
     """Sessions whose turns hold what was answered before."""
+    text = cluster.tokenize("\n".join((ROOT / name).read_text("utf-8") for name in TEXTS))
     sessions = []
     for number in range(size.sessions):
         rng = random.Random(number)
         length = size.first_prompt + LATER_SESSION * number
-        history = [rng.randrange(*TOKEN_RANGE) for _ in range(length)]
+        history = cut(text, length, rng)
         turns = []
         for _ in range(size.turns):
             answer = cluster.complete(history)
             require(answer.cached_tokens == 0, "the reference found something in a cache")
             turns.append(Turn(history, answer.tokens))
-            history = history + answer.tokens
-            history = history + [rng.randrange(*TOKEN_RANGE) for _ in range(NEXT_PROMPT)]
+            history = history + answer.tokens + cut(text, NEXT_PROMPT, rng)
         sessions.append(turns)
     return sessions
+
+
+def cut(text: list[int], length: int, rng: random.Random) -> list[int]:
+    """A piece of the text, from anywhere in it."""
+    require(len(text) > length, f"the text has {len(text)} tokens only")
+    start = rng.randrange(len(text) - length)
+    return text[start : start + length]
 
 
 class Replay(msgspec.Struct):
