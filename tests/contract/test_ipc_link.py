@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from memserve.errors import StartError, TransferError
 from memserve.messages import PeerJoined
@@ -16,7 +17,7 @@ from memserve.types import BlockId, Geometry, InstanceId, TransferId
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.links.choice import LinkChoice
 from memserve.workers.links.fake import FakeLink
-from memserve.workers.links.ipc import IpcLink
+from memserve.workers.links.ipc import IpcLink, open_ipc
 from tests.contract.gpu_rig import FakeDevice, FakeOps, FakeStream, Host
 from tests.contract.link_rig import buffer_bytes, fill_random, geometry, read_block
 
@@ -193,6 +194,12 @@ def test_memory_whose_owner_is_gone_cannot_be_mapped() -> None:
     buffer = GpuBuffer(FakeDevice(Host()), 64)
     with pytest.raises(TransferError, match="invalid resource handle"):
         PeerGpuBuffer(FakeDevice(Host()), buffer.address)
+
+
+def test_a_peer_without_gpu_memory_is_refused() -> None:
+    device = FakeDevice(Host())
+    with pytest.raises(TransferError, match=r"D0 has no GPU memory.*offers: shm$"):
+        open_ipc(GpuBuffer(device, 64), SHAPE, _peer("shm"), device, torch.device("cuda", 0))
 
 
 # ── which link ────────────────────────────────────────────────────────────────────────────────
