@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, str] = {
     # configuration
     "config_layers": "errors",
     "engine_args": "errors",
-    "config": "config_layers core.mode engine_args errors types",
+    "config": "config_layers core.gpu_plan core.mode engine_args errors types",
     "config_text": "config",
     "models": "errors types",
     "profiles": "config core.builtin core.profile errors models",
