@@ -15,7 +15,15 @@ from memserve.active import Active
 from memserve.caches import Freshness
 from memserve.core.cost_model import CostModel
 from memserve.core.policies import PolicyName, make_policy
-from memserve.core.policy import Demand, Placement, Split, can_place, session_key
+from memserve.core.policy import (
+    Demand,
+    Fetching,
+    Placement,
+    Split,
+    can_place,
+    session_key,
+    with_fetch,
+)
 from memserve.core.tokens import TOKEN_BYTES
 from memserve.core.tree_parts import Match
 from memserve.core.vocabulary import Fetch, Plan
@@ -38,6 +46,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     reservation_s: float
     policy: PolicyName
     split: Split
+    fetching: Fetching
     link: str
     """The kind of the links between instances, as the cost model calls it."""
 
@@ -54,6 +63,7 @@ class Placer:
     ) -> None:
         self._policy = make_policy(settings.policy, settings.split, cost, settings.link)
         self._split = settings.split
+        self._fetching = settings.fetching
         self._caching = settings.caching
         self._cost = cost
         self._roles = roles
@@ -79,10 +89,12 @@ class Placer:
             expected_tokens=min(active.lifecycle.remaining_tokens, mean_generated),
             session=session_key(spec.session, active.packed, block_size * TOKEN_BYTES),
             now=now,
-            may_fetch=self._caching.prefill_keeps,
+            may_fetch=self._caching.prefill_keeps and self._fetching is not Fetching.NEVER,
             block_size=block_size,
         )
         placement = self._policy.place(demand, self._members.loads)
+        if demand.may_fetch and self._fetching is Fetching.ALWAYS:
+            placement = with_fetch(placement, demand, self._members.loads)
         active.missing_tokens = num_tokens - placement.cached_tokens
         active.prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
         active.timeline.note("placed", now, placement.first, placement.reason)

@@ -350,6 +350,7 @@ class GlobalScheduler:
         if delivery.tokens and token_ids:
             active.timeline.note_tokens(len(token_ids), now, instance)
             self._totals.generated_tokens += len(token_ids)
+            self._queue.charge(active.lifecycle.spec.client, len(token_ids))
         if delivery.final:
             self._finish(active)
 
@@ -380,9 +381,7 @@ class GlobalScheduler:
                     self._queue.push_returned(active.ticket(deadline))
                 case Ended():
                     active.timeline.note("released", now)
-                    spec = active.lifecycle.spec
-                    self._queue.charge(spec.client, len(active.lifecycle.generated))
-                    del self._requests[spec.id]
+                    del self._requests[active.lifecycle.spec.id]
                     if not self._requests:
                         self.idle.set()
                 case Deliver():

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, str] = {
     "engine_args": "errors",
     "config": "config_layers core.gpu_plan core.mode engine_args errors types",
     "config_text": "config",
+    "loras": "errors types",
     "models": "errors types",
     "profiles": "config core.builtin core.profile errors models",
     "calibration": ("config core errors models profiles workers.environment workers.spec"),
@@ -70,7 +71,8 @@ MAY_IMPORT: dict[str, str] = {
     ),
     # what joins them
     "orchestrator": (
-        "channel cluster config core engine_args errors frontend messages models profiles progress"
+        "channel cluster config core engine_args errors frontend loras messages models profiles"
+        " progress"
         " scheduler status tui types units workers.environment workers.spec"
     ),
     "cli": (

@@ -117,7 +117,7 @@ class Worker:
         configured_at = time.monotonic()
         with _turn_on_gpu(spec.gpu_lock):
             turned_at = time.monotonic()
-            self._engine = Engine(config)
+            self._engine = Engine(config, spec.loras)
         built_at = time.monotonic()
         geometry = host.geometry
         if geometry is None:

@@ -9,7 +9,7 @@ import msgspec
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.delivery import Delivery
-from memserve.core.policy import Split
+from memserve.core.policy import Fetching, Split
 from memserve.core.profile import ModelShape
 from memserve.core.vocabulary import RequestSpec, Seat
 from memserve.errors import MemServeError
@@ -42,6 +42,7 @@ SETTINGS = SchedulerSettings(
     reservation_s=30.0,
     policy="cost",
     split=Split.ALWAYS,
+    fetching=Fetching.AUTO,
     link="shm",
 )
 
