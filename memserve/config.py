@@ -111,6 +111,8 @@ class ModelsConfig(msgspec.Struct, frozen=True):
     """A bundled name, a Hugging Face id or a folder."""
     served_name: str = ""
     """The name in the API. Empty: the same as `model`."""
+    loras: dict[str, str] = {}
+    """LoRA adapters: the name in the API → the folder."""
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -235,6 +237,8 @@ def allowed_values(kind: Any) -> str:
         return ", ".join(typing.get_args(kind))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return ", ".join(str(member.value) for member in kind)
+    if typing.get_origin(kind) is dict:
+        return 'a table of names and folders: { name = "folder" }'
     return {str: "a string"}.get(kind, str(kind))
 
 

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, str] = {
     "engine_args": "errors",
     "config": "config_layers core.mode engine_args errors types",
     "config_text": "config",
+    "loras": "errors types",
     "models": "errors types",
     # the orchestrator's parts
     "channel": "core errors messages types",
@@ -57,8 +58,8 @@ MAY_IMPORT: dict[str, str] = {
     "workers.spec": "errors messages types",
     # what joins them
     "orchestrator": (
-        "channel cluster config core engine_args errors frontend messages models progress scheduler"
-        " status tui types units workers.environment workers.spec"
+        "channel cluster config core engine_args errors frontend loras messages models progress"
+        " scheduler status tui types units workers.environment workers.spec"
     ),
     "cli": (
         "config config_text core.mode engine_args errors models orchestrator progress status"
