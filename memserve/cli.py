@@ -1,4 +1,4 @@
-"""The command line: `memserve up`, `status`, `top`, `config`.
+"""The command line: `memserve up`, `status`, `top`, `config`, `calibrate`.
 
 A user's mistake is one line on stderr and exit code 2; a cluster that cannot be started or reached
 is one line and exit code 1. Everything heavy is imported inside the command that needs it, so that
@@ -161,6 +161,38 @@ def config(config_file: Path | None, assignments: tuple[str, ...], **values: str
     from memserve.config_text import to_toml
 
     click.echo(to_toml(settings), nl=False)
+
+
+@cli.command()
+@_configuration
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the profile here, not into the cache folder.",
+)
+@click.option(
+    "--samples",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Keep the measurements in this file.",
+)
+def calibrate(
+    config_file: Path | None,
+    assignments: tuple[str, ...],
+    out: Path | None,
+    samples: Path | None,
+    **values: str | None,
+) -> None:
+    """Measure the model on this machine, for placing requests. Takes minutes."""
+    settings = _load(config_file, assignments, values)
+
+    from memserve import calibration
+
+    profile, path = calibration.calibrate(settings.config, click.echo, out, samples)
+    for line in calibration.summary(profile):
+        click.echo(line)
+    click.echo(f"profile: {path}")
 
 
 @cli.command()

@@ -37,6 +37,8 @@ MAY_IMPORT: dict[str, str] = {
     "config_text": "config",
     "loras": "errors types",
     "models": "errors types",
+    "profiles": "config core.builtin core.profile errors models",
+    "calibration": ("config core errors models profiles workers.environment workers.spec"),
     # the orchestrator's parts
     "channel": "core errors messages types",
     "zygote_process": "errors types workers.spec",
@@ -62,8 +64,8 @@ MAY_IMPORT: dict[str, str] = {
         " scheduler status tui types units workers.environment workers.spec"
     ),
     "cli": (
-        "config config_text core.mode engine_args errors models orchestrator progress status"
-        " status_client tui tui_text types units"
+        "calibration config config_text core.mode engine_args errors models orchestrator progress"
+        " status status_client tui tui_text types units"
     ),
     "__main__": "cli",
 }

@@ -53,15 +53,25 @@ _NEARLY_ALL = 20
 """Tokens left to compute where nearly the whole prompt is cached."""
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 _DECODE_STEPS = 24
+_REPEATS = 3
 
 
-def calibrate(job: CalibrationJob, report: Report, *, repeats: int = 3) -> Samples:
+def calibrate(job: CalibrationJob, report: Report) -> Samples:
     """Measure everything. Imports and initialises the device. Raises: MemServeError."""
-    import torch
-
     from memserve.workers.probe import EngineProbe
 
     probe = EngineProbe(job.model, job.engine, job.kv_bytes, job.layout)
+    try:
+        return measure(probe, job, report)
+    finally:
+        probe.close()
+
+
+def measure(probe: EngineProbe, job: CalibrationJob, report: Report) -> Samples:
+    """The same with a probe, which is started after the operators unless it was before; leaves it
+    running."""
+    import torch
+
     with torch.inference_mode():
         samples = measure_operators(probe, job, report)
     gc.collect()
@@ -69,16 +79,13 @@ def calibrate(job: CalibrationJob, report: Report, *, repeats: int = 3) -> Sampl
         torch.cuda.empty_cache()
     report("starting the engine")
     probe.start()
-    try:
-        return msgspec.structs.replace(
-            samples,
-            chunk_tokens=probe.limits.chunk_tokens,
-            graph_sizes=probe.limits.graph_sizes,
-            prefills=measure_prefills(probe, prefill_points(probe.longest), report, repeats),
-            decodes=measure_decodes(probe, report),
-        )
-    finally:
-        probe.close()
+    return msgspec.structs.replace(
+        samples,
+        chunk_tokens=probe.limits.chunk_tokens,
+        graph_sizes=probe.limits.graph_sizes,
+        prefills=measure_prefills(probe, prefill_points(probe.longest), report),
+        decodes=measure_decodes(probe, report),
+    )
 
 
 # ── operators ─────────────────────────────────────────────────────────────────────────────────
@@ -93,7 +100,7 @@ def measure_operators(probe: EngineProbe, job: CalibrationJob, report: Report) -
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    operators = Operators(device, probe.dtype, probe.shape.head_dim)
+    operators = Operators(device, probe.dtype, probe.shape.head_dim, probe.clock)
     shape, chunk_tokens = probe.shape, probe.limits.chunk_tokens
     degrees = [tp for tp in DEGREES if shape.num_heads % tp == 0 and shape.num_kv_heads % tp == 0]
     return Samples(
@@ -192,13 +199,13 @@ def prefill_points(longest: int) -> list[tuple[int, int]]:
 
 
 def measure_prefills(
-    probe: EngineProbe, points: Iterable[tuple[int, int]], report: Report, repeats: int
+    probe: EngineProbe, points: Iterable[tuple[int, int]], report: Report
 ) -> list[PrefillSample]:
-    """The median of several prefills at each point. The first one, which warms up, is not used."""
+    """The median of several prefills at each point, after one that warms up."""
     samples = []
     for num_tokens, cached_tokens in points:
         report(f"prefill of {num_tokens} tokens, {cached_tokens} cached")
-        found = [probe.prefill(num_tokens, cached_tokens) for _ in range(repeats + 1)][1:]
+        found = [probe.prefill(num_tokens, cached_tokens) for _ in range(_REPEATS + 1)][1:]
         samples.append(sorted(found, key=lambda sample: sample.seconds)[len(found) // 2])
     return samples
 
@@ -238,4 +245,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_status)  # what libraries say as they are torn down would hide the last line

@@ -1,13 +1,11 @@
 """The operators of a model, each alone, on the device at hand: for `calibrate.py`.
 
 The kernels are the engine's own: vLLM's attention over paged KV in the block-first layout, its
-norms, activation and rotary embedding, and the product that it dispatches to. Nothing here looks at
-the clock but `Stopwatch`.
+norms, activation and rotary embedding, and the product that it dispatches to.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -18,36 +16,39 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from memserve.core.profile import Gemm
 from memserve.workers.paged_attention import PagedAttention
 
+Clock = Callable[[], float]
+
 _CACHE_BYTES = {"cuda": 256 << 20, "cpu": 128 << 20}
 """More than any cache holds: weights are taken in turns from so much, as in a whole model."""
 _SAMPLE_S = {"cuda": 4e-3, "cpu": 20e-3}
 _MOST_CALLS = 64
-_MEDIAN_OF = 5
+_RUNS = 5
 
 
 class Stopwatch:
     """How long a call takes when many follow one another, as a step's kernels do."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Clock) -> None:
         self._device = device
+        self._clock = clock
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Per call, the median of several runs. On CUDA the calls are replayed as one graph, so
-        that launching them is not in it."""
+        """Per call, the least disturbed of several runs. On CUDA the calls are replayed as one
+        graph, so that launching them is not in it."""
         call()
         once = self._run(call, 1)
         calls = max(1, min(_MOST_CALLS, round(_SAMPLE_S[self._device.type] / max(once, 1e-7))))
         run = self._replay(call, calls) if self._device.type == "cuda" else None
-        times = [run() if run else self._run(call, calls) for _ in range(_MEDIAN_OF)]
-        return statistics.median(times) / calls
+        times = [run() if run else self._run(call, calls) for _ in range(_RUNS)]
+        return min(times) / calls
 
     def _run(self, call: Callable[[], object], calls: int) -> float:
         self._wait()
-        begun = time.perf_counter()
+        begun = self._clock()
         for _ in range(calls):
             call()
         self._wait()
-        return time.perf_counter() - begun
+        return self._clock() - begun
 
     def _replay(self, call: Callable[[], object], calls: int) -> Callable[[], float]:
         stream = torch.cuda.Stream()
@@ -79,11 +80,17 @@ class Stopwatch:
 class Operators:
     """Runs one rank's operators and says how many seconds each takes."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        clock: Clock = time.perf_counter,
+    ) -> None:
         self._device = device
         self._dtype = dtype
         self._head_dim = head_dim
-        self._watch = Stopwatch(device)
+        self._watch = Stopwatch(device, clock)
         self._generator = torch.Generator(device).manual_seed(0)
 
     def gemm(self, gemm: Gemm, tokens: int, weights: list[Callable[..., torch.Tensor]]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -50,10 +50,19 @@ class EngineProbe:
     """An engine that serves nobody. `start` it, and close it."""
 
     def __init__(
-        self, model: str, engine: Mapping[str, Any], kv_bytes: int | None, layout: str = "auto"
+        self,
+        model: str,
+        engine: Mapping[str, Any],
+        kv_bytes: int | None,
+        layout: str = "auto",
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Only the configuration. Arguments as in `compat.make_config`. Raises: what that raises;
-        StartError for a model whose configuration lacks sizes."""
+        """Only the configuration. Arguments as in `compat.make_config`.
+
+        `clock`: what prefills and steps are timed by; deadlines go by real time. Raises: what
+        `make_config` raises; StartError for a model whose configuration lacks sizes.
+        """
+        self.clock = clock
         self._hooks = _Hooks()
         self._config = make_config(
             model, engine, engine_id="probe", kv_bytes=kv_bytes, layout=layout, host=self._hooks
@@ -67,14 +76,22 @@ class EngineProbe:
         self._random = random.Random(0)
         self._num_requests = 0
         self._base: list[int] = []
+        self._started: Engine | None = None
 
     def start(self) -> None:
-        """Load the model. Raises: what `compat.Engine` raises."""
-        self._engine = Engine(self._config)
+        """Load the model, if that was not done. Raises: what `compat.Engine` raises."""
+        if self._started is not None:
+            return
+        self._started = Engine(self._config)
         self._base = self.tokens(self.longest)
 
     margin_tokens = 80
     """A batch of decodes generates so many more than are timed: its requests begin one by one."""
+
+    @property
+    def _engine(self) -> Engine:
+        assert self._started is not None, "start the probe first"
+        return self._started
 
     @property
     def limits(self) -> StepLimits:
@@ -87,8 +104,10 @@ class EngineProbe:
         return length
 
     def close(self) -> None:
-        """Give the engine's memory back."""
-        self._engine.shutdown()
+        """Give the engine's memory back, if it was started."""
+        if self._started is not None:
+            self._started.shutdown()
+            self._started = None
 
     @property
     def longest(self) -> int:
@@ -131,11 +150,11 @@ class EngineProbe:
         while waiting:  # until every prompt is computed
             waiting -= {output.request_id for output in self._outputs(deadline)}
         self._outputs(deadline)
-        begun = time.perf_counter()
+        begun = self.clock()
         for _ in range(steps):
             if len(self._outputs(deadline)) != num_requests:
                 raise StartError(f"the engine does not decode {num_requests} requests at once")
-        seconds = (time.perf_counter() - begun) / steps
+        seconds = (self.clock() - begun) / steps
         for name in names:
             self._engine.abort(name)
         self._drain(deadline)
@@ -143,12 +162,12 @@ class EngineProbe:
 
     def _run(self, prompt: list[int]) -> tuple[float, int]:
         """Seconds until the only token, and how much of the prompt was cached."""
-        begun = time.perf_counter()
-        deadline = begun + _DEADLINE_S
+        deadline = time.perf_counter() + _DEADLINE_S
+        begun = self.clock()
         name = self._add(prompt, 1)
         while not any(output.finished for output in self._outputs(deadline)):
             pass
-        seconds = time.perf_counter() - begun
+        seconds = self.clock() - begun
         self._drain(deadline)
         return seconds, self._hooks.cached_tokens.pop(name)
 
