@@ -44,7 +44,12 @@ MAY_IMPORT: dict[str, str] = {
     "zygote_process": "errors types workers.spec",
     "cluster": "core errors messages status types workers.spec zygote_process",
     "accounting": "core messages status types",
-    "scheduler": "accounting core errors frontend.service messages status types",
+    "active": "core types",
+    "caches": "core messages types",
+    "placing": "accounting active core types",
+    "scheduler": (
+        "accounting active caches core errors frontend.service messages placing status types"
+    ),
     # the front end says in `service` what it needs of the others, and sees no more of them
     "frontend": "core.delivery core.vocabulary errors frontend messages types",
     "frontend.service": "core.delivery core.vocabulary errors status types",
@@ -60,7 +65,8 @@ MAY_IMPORT: dict[str, str] = {
     "workers.spec": "errors messages types",
     # what joins them
     "orchestrator": (
-        "channel cluster config core engine_args errors frontend loras messages models progress"
+        "channel cluster config core engine_args errors frontend loras messages models profiles"
+        " progress"
         " scheduler status tui types units workers.environment workers.spec"
     ),
     "cli": (
