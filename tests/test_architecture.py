@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, str] = {
     "ops": "errors ops types",
     "workers": "changes core errors messages ops types workers",
     "workers.environment": "",
-    "workers.spec": "errors messages types",
+    "workers.spec": "core.cost_model errors messages types",
     # what joins them
     "orchestrator": (
         "channel cluster config core engine_args errors frontend loras messages models profiles"
