@@ -224,7 +224,9 @@ def test_files_are_short() -> None:
     assert set(LONGER_FILES) <= long, "no longer that long: drop the exception"
 
 
-@pytest.mark.parametrize("module", ["cli", "config", "models", "scheduler", "simulator.setup", "workers.spec"])
+@pytest.mark.parametrize(
+    "module", ["cli", "config", "models", "scheduler", "simulator.setup", "workers.spec"]
+)
 def test_the_orchestrator_starts_light(module: str) -> None:
     """What is imported before anything is served brings in no engine, by no detour."""
     heavy = "aiohttp torch transformers vllm"

@@ -25,7 +25,6 @@ from tests.contract.link_rig import BLOCK_SIZE, geometry
 from tests.contract.transfer_rig import (
     DEADLINE_S,
     NO_NAMESPACE,
-    NUM_BLOCKS,
     Node,
     allocate,
     prompt,
