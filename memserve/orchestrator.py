@@ -250,6 +250,7 @@ class Orchestrator:
                 kv_bytes=config.kv_bytes,
                 layout=config.mempool.layout,
                 dram_bytes=config.dram_bytes,
+                profile=cost.profile,
                 reserve_blocks=config.mempool.reserve_blocks,
                 heartbeat_interval_s=config.cluster.heartbeat_interval_s,
                 num_threads=num_threads,

@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, str] = {
     "ops": "errors ops types",
     "workers": "changes core errors messages ops types workers",
     "workers.environment": "",
-    "workers.spec": "errors messages types",
+    "workers.spec": "core.cost_model errors messages types",
     # the scheduler over simulated instances: a worker's books, without its engine and its wires
     "simulator": (
         "changes config core errors messages scheduler simulator types units"

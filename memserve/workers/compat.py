@@ -299,17 +299,6 @@ class Engine:
         length: int = self._core.vllm_config.model_config.max_model_len
         return length
 
-    def model_settings(self) -> dict[str, Any]:
-        """The model's sizes, by the names of a Hugging Face `config.json`, as they are served."""
-        config = self._core.vllm_config.model_config
-        names = (
-            *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
-            *("head_dim", "vocab_size", "intermediate_size", "moe_intermediate_size"),
-            "num_experts_per_tok",
-        )
-        sizes = {name: getattr(config.hf_text_config, name, None) for name in names}
-        return sizes | {"dtype": str(config.dtype)}
-
     def hash_request(self, token_ids: Sequence[int], namespace: Namespace) -> Request:
         """A request that is never scheduled: vLLM computes the block hashes of the tokens."""
         name = namespace.lora_name

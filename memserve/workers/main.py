@@ -24,7 +24,7 @@ import pydantic
 import torch
 from vllm.platforms import current_platform
 
-from memserve.core.cost_model import CostModel, ModelShape, built_in
+from memserve.core.cost_model import CostModel
 from memserve.errors import MemServeError, StartError
 from memserve.messages import PROTOCOL_VERSION, Ready, StartFailed
 from memserve.types import Geometry
@@ -191,16 +191,9 @@ class Worker:
             hbm,
             dram_bytes=spec.dram_bytes,
             max_model_len=self._engine.max_model_len,
-            costs=self._cost_model(),
+            costs=CostModel(spec.profile, geometry.tp_size),
             clock=time.monotonic,
         )
-
-    def _cost_model(self) -> CostModel:
-        try:
-            shape = ModelShape.from_config(self._engine.model_settings())
-        except ValueError as error:
-            raise StartError(f"mempool.dram_gb: no costs to swap by: {error}") from error
-        return CostModel(built_in(shape, current_platform.get_device_name()))
 
 
 class _Host:

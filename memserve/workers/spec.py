@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
+from memserve.core.cost_model import BUILT_IN, Profile
 from memserve.errors import ProtocolError
 from memserve.types import InstanceId, Lora, Role
 
@@ -42,6 +43,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """auto, block_first or layer_first."""
     dram_bytes: int = 0
     """Host memory for KV blocks; 0: none."""
+    profile: Profile = BUILT_IN
+    """What computing costs on this device: whether swapping in is faster."""
     reserve_blocks: int = 1
     """Blocks that stay free when a peer asks for some."""
     heartbeat_interval_s: float = 1.0
