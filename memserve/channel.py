@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from memserve.core.lifecycle import Seat
+from memserve.core.vocabulary import Seat
 from memserve.errors import ProtocolError
 from memserve.messages import AnyCommand, AnyEvent, decode_event, encode
 from memserve.types import InstanceId

@@ -1,4 +1,4 @@
-"""The command line: `memserve up`, `status`, `top`, `config`.
+"""The command line: `memserve up`, `status`, `top`, `config`, `calibrate`, `simulate`.
 
 A user's mistake is one line on stderr and exit code 2; a cluster that cannot be started or reached
 is one line and exit code 1. Everything heavy is imported inside the command that needs it, so that
@@ -17,6 +17,7 @@ import click
 
 from memserve import __version__
 from memserve.errors import ConfigError, MemServeError
+from memserve.simulator.command import simulate
 
 if TYPE_CHECKING:
     from memserve.config import Settings
@@ -164,6 +165,38 @@ def config(config_file: Path | None, assignments: tuple[str, ...], **values: str
 
 
 @cli.command()
+@_configuration
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the profile here, not into the cache folder.",
+)
+@click.option(
+    "--samples",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Keep the measurements in this file.",
+)
+def calibrate(
+    config_file: Path | None,
+    assignments: tuple[str, ...],
+    out: Path | None,
+    samples: Path | None,
+    **values: str | None,
+) -> None:
+    """Measure the model on this machine, for placing requests. Takes minutes."""
+    settings = _load(config_file, assignments, values)
+
+    from memserve import calibration
+
+    profile, path = calibration.calibrate(settings.config, click.echo, out, samples)
+    for line in calibration.summary(profile):
+        click.echo(line)
+    click.echo(f"profile: {path}")
+
+
+@cli.command()
 @_server
 @click.option("--json", "as_json", is_flag=True, help="Print the server's JSON as it is.")
 @click.option("--audit", is_flag=True, help="Check every instance's pool; exit code 1 if wrong.")
@@ -214,6 +247,9 @@ def top(url: str, api_key: str) -> None:
         tui.top(StatusClient(url, api_key=api_key, timeout_s=2.0), console)
     except KeyboardInterrupt:
         return
+
+
+cli.add_command(simulate)
 
 
 def _fail(message: str, code: int) -> int:

@@ -27,7 +27,7 @@ from typing import Protocol
 
 import msgspec
 
-from memserve.core.lifecycle import Seat
+from memserve.core.vocabulary import Seat
 from memserve.errors import ProtocolError, StartError
 from memserve.messages import (
     PROTOCOL_VERSION,

@@ -40,6 +40,9 @@ Port: TypeAlias = Annotated[
 ]
 AtLeast1: TypeAlias = Annotated[int, msgspec.Meta(ge=1, description="an integer above 0")]
 AtLeast0: TypeAlias = Annotated[int, msgspec.Meta(ge=0, description="an integer, 0 or more")]
+Gigabytes: TypeAlias = Annotated[
+    float, msgspec.Meta(ge=0, le=1 << 20, description="a number of GiB, 0 for none")
+]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, description="a string, not empty")]
 
 
@@ -52,7 +55,9 @@ class ServerConfig(msgspec.Struct, frozen=True):
     shutdown_grace_s: Grace = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     api_key: str = ""
-    """Empty: none is asked for."""
+    """Empty: none is asked for, unless there are `api_keys`."""
+    api_keys: list[Text] = []
+    """Further ones. Each is a client of its own when requests wait."""
 
 
 class ClusterConfig(msgspec.Struct, frozen=True):
@@ -77,6 +82,8 @@ class MempoolConfig(msgspec.Struct, frozen=True):
 
     hbm_mb: AtLeast1 | None = None
     """MiB for KV blocks. None: 128 on CPU."""
+    dram_gb: Gigabytes = 0.0
+    """Host memory of each instance for blocks that the KV cache has no room for."""
     reserve_blocks: AtLeast0 = 1
     """Blocks that a peer's allocation leaves free."""
     layout: Literal["auto", "block_first", "layer_first"] = "auto"
@@ -88,7 +95,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_attempts: AtLeast1 = 3
     max_waiting: AtLeast0 = 1024
     wait_timeout_s: Seconds = 60.0
+    max_running: AtLeast1 = 256
+    """Requests placed on one instance; more wait."""
+    max_queued_tokens: AtLeast1 = 16_384
+    """Prompt tokens that one instance still has to compute, when it is given no more."""
+    policy: Literal["cost", "prefix", "session", "least_loaded", "round_robin"] = "cost"
+    split: Literal["auto", "always", "never"] = "auto"
     timeline_requests: AtLeast0 = 1024
+    freshness: Literal["events", "ttl"] = "events"
     tree_ttl_s: Seconds = 3600.0
     tree_max_blocks: AtLeast1 = 1_000_000
 
@@ -126,6 +140,17 @@ class Config(msgspec.Struct, frozen=True):
     def kv_bytes(self) -> int:
         """Memory for the KV blocks of one instance."""
         return (self.mempool.hbm_mb or _DEFAULT_HBM_MB) << 20
+
+    @property
+    def dram_bytes(self) -> int:
+        """Host memory for KV blocks of one instance."""
+        return int(self.mempool.dram_gb * (1 << 30))
+
+    @property
+    def api_keys(self) -> list[str]:
+        """All keys that are accepted; none if nobody is asked for one."""
+        first = [self.server.api_key] if self.server.api_key else []
+        return first + self.server.api_keys
 
     @property
     def served_name(self) -> str:
@@ -223,6 +248,8 @@ def allowed_values(kind: Any) -> str:
         return " or ".join(
             allowed_values(option) for option in typing.get_args(kind) if option is not NoneType
         )
+    if typing.get_origin(kind) is list:
+        return f"a list: each {allowed_values(*typing.get_args(kind))}"
     if typing.get_origin(kind) is Literal:
         return ", ".join(typing.get_args(kind))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):

@@ -24,6 +24,17 @@ Life of a split request, with context caching (`transfer` names the direction)::
      │ Commit(back) ───────────▶│
      │◀─────────────── Inserted │
 
+Where another instance S holds more of the prompt than P, P may fetch that (`Transmit.history`)::
+
+    hub                         P                         S
+     │ Allocate(fetch) ────────▶│
+     │◀────────────── Allocated │
+     │ Transmit(fetch) ─────────┼────────────────────────▶│   matches the tokens, pins them
+     │                          │◀══════════ KV blocks ══ │
+     │◀─────────────────────────┼──────────────────── Sent
+     │ Commit(fetch), Prefill ─▶│
+     │◀────── Inserted, Started │
+
 Two fields carry vLLM's own structs as opaque bytes (`Prefill.request`, `Decode.request`:
 `EngineCoreRequest`; `Tokens.payload`: `EngineCoreOutputs`), encoded and decoded with vLLM's msgpack
 codec by `frontend/openai.py` and `workers/` alone.
@@ -42,7 +53,7 @@ from memserve import changes
 from memserve.errors import ProtocolError
 from memserve.types import BlockId, Geometry, InstanceId, Namespace, RequestId, TransferId
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever a message changes its meaning; compared in `Ready`."""
 
 
@@ -65,7 +76,9 @@ class Prefill(Command, frozen=True, tag=True):
     """Which placement of the request this is; echoed in `Started`, `TokenOutput`, `Finished`."""
     request: bytes
     """vLLM's `EngineCoreRequest` without the prompt's tokens."""
-    prompt_token_ids: list[int]
+    known_tokens: int
+    """As in `Allocate`; 0 but for a prompt whose KV was to be fetched."""
+    token_ids: list[int]
     whole: bool
     hold: bool
     is_private: bool
@@ -91,6 +104,13 @@ class Allocate(Command, frozen=True, tag=True):
     """Seconds from arrival until the worker reports `Expired`."""
 
 
+class History(msgspec.Struct, frozen=True):
+    """Tokens (full blocks) whose KV an instance is believed to hold in its index."""
+
+    namespace: Namespace
+    token_ids: list[int]
+
+
 class Transmit(Command, frozen=True, tag=True):
     """Write the request's blocks from index `first_block` on into the peer's `block_ids`.
 
@@ -103,6 +123,9 @@ class Transmit(Command, frozen=True, tag=True):
     peer: InstanceId
     first_block: int
     block_ids: list[BlockId]
+    history: History | None = None
+    """Send what the index holds of these tokens, or fail; the request need not be known here, and
+    does not become so."""
 
 
 class Commit(Command, frozen=True, tag=True):
@@ -218,6 +241,13 @@ class PoolStats(msgspec.Struct, frozen=True):
     """Prompt tokens served from the cache since the start."""
     prefix_query_tokens: int
     """Prompt tokens asked for since the start."""
+    dram_blocks: int = 0
+    """Slots of the DRAM tier; 0: there is none."""
+    dram_used_blocks: int = 0
+    swapped_out_blocks: int = 0
+    """HBM → DRAM, since the start."""
+    swapped_in_blocks: int = 0
+    """DRAM → HBM, since the start."""
 
 
 class Ready(Event, frozen=True, tag=True):

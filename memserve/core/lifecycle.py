@@ -6,42 +6,65 @@ actions out; `messages.py` has the commands and a picture of their order. The pa
 Phases of a request that prefills on P and decodes on D::
 
     UNPLACED ──place──▶ PREFILL ──first token──▶ HANDOFF ──KV sent, or given up──▶ DECODE
-        ▲                  │                        │                                │
-        └── instance lost ─┴────────────────────────┴────────────────────────────────┤
+      ▲  │                ▲│                        │                                │
+      │  └────▶ FETCH ────┘│                        │                                │
+      └──── instance lost ─┴────────────────────────┴────────────────────────────────┤
                                                                                      ▼
                               ENDED ◀── link quiet ── DRAIN      RETURN ◀── D gives the KV back
                                 ▲                       ▲           │
                                 └───────────────────────┴───────────┘
 
-A request that runs whole on one instance knows only UNPLACED, PREFILL, DRAIN and ENDED. RETURN and
-DRAIN come after the client has its last token (or has gone): they only give back what is held.
+FETCH is there only if the plan names a source that holds more of the prompt than P; however the
+fetch ends, the prefill follows. A request that runs whole on one instance knows no HANDOFF, DECODE
+and RETURN. RETURN and DRAIN come after the client has its last token (or has gone): they only give
+back what is held.
 
 Rules that every path obeys:
 - the client's stream ends exactly once: by a final delivery, by `Fail`, or by its own cancel;
 - a reservation ends by `Commit` after `Sent`, or by `Cancel` once the sender is known to be quiet:
   it answered, it is dead, or it was never told to send;
-- whoever knows the request (its tokens, its pins) is told to forget it before the end;
+- whoever knows the request (its tokens, its pins) is told to forget it before the end; the source
+  of a fetch never knows it, only the one transfer;
 - events of other attempts, transfers or instances change nothing.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias
 
 import msgspec
 
 from memserve.core.delivery import Delivery
+from memserve.core.vocabulary import (
+    Action,
+    AnyInput,
+    ClientCancelled,
+    Deliver,
+    Ended,
+    Fail,
+    Fetch,
+    InstanceLost,
+    Learned,
+    Limits,
+    Note,
+    Output,
+    PlaceAgain,
+    Plan,
+    RequestSpec,
+    Seat,
+    Send,
+    StopSeen,
+)
 from memserve.messages import (
     Abort,
     Allocate,
     Allocated,
-    AnyCommand,
     Cancel,
     Commit,
     Decode,
     Expired,
     Finished,
+    History,
     Inserted,
     InsertFailed,
     Prefill,
@@ -53,151 +76,20 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import Direction, InstanceId, Namespace, RequestId, TransferId
+from memserve.types import Direction, InstanceId, TransferId
 
 
 class Phase(enum.Enum):
     """See the module's picture."""
 
     UNPLACED = "unplaced"
+    FETCH = "fetch"
     PREFILL = "prefill"
     HANDOFF = "handoff"
     DECODE = "decode"
     RETURN = "return"
     DRAIN = "drain"
     ENDED = "ended"
-
-
-class Seat(msgspec.Struct, frozen=True):
-    """One life of an instance."""
-
-    instance: InstanceId
-    epoch: int
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """Where a request runs. Without `decode` it runs whole on `first`."""
-
-    first: Seat
-    decode: Seat | None
-    first_is_private: bool
-    """The first instance keeps nothing for later requests."""
-    decode_is_private: bool
-    returns: bool
-    """D gives the KV of generated tokens back."""
-
-
-class RequestSpec(msgspec.Struct, frozen=True):
-    """What the lifecycle has to know of a request."""
-
-    id: RequestId
-    prompt_token_ids: list[int]
-    request: bytes
-    """vLLM's `EngineCoreRequest` without the prompt's tokens, opaque here."""
-    max_tokens: int
-    """Tokens to generate at most, at least 1 (the context's limit is already in it)."""
-    resample: bool
-    """D must sample the first token itself: grammars, penalties, `min_tokens` and seeds depend on
-    the generated tokens, and D would take P's token for a part of the prompt."""
-    namespace: Namespace
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Settings that are the same for all requests."""
-
-    block_size: int
-    max_attempts: int
-    """How often a request is placed at most."""
-    reservation_s: float
-
-
-# What `step` asks of the scheduler.
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Send a command to an instance."""
-
-    instance: InstanceId
-    command: AnyCommand
-
-
-class Deliver(msgspec.Struct, frozen=True):
-    """Pass the output that is being processed on to the client."""
-
-    delivery: Delivery
-
-
-class Fail(msgspec.Struct, frozen=True):
-    """End the client's stream with an error."""
-
-    message: str
-
-
-class PlaceAgain(msgspec.Struct, frozen=True):
-    """Call `place` with a new plan, or `give_up`."""
-
-    reason: str
-
-
-class Learned(msgspec.Struct, frozen=True):
-    """The instance holds the KV of the first `num_tokens` of the request's tokens."""
-
-    instance: InstanceId
-    num_tokens: int
-
-
-class Note(msgspec.Struct, frozen=True):
-    """A line for the request's timeline."""
-
-    name: str
-    instance: InstanceId | None = None
-    detail: dict[str, str | int | float] = {}
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """Nothing is held anywhere; no event matters any more."""
-
-
-Action: TypeAlias = Send | Deliver | Fail | PlaceAgain | Learned | Note | Ended
-
-
-# What comes in besides the workers' events.
-
-
-class ClientCancelled(msgspec.Struct, frozen=True):
-    """The client went away, or its time is over."""
-
-
-class StopSeen(msgspec.Struct, frozen=True):
-    """The front end found a stop string: the client's stream is complete."""
-
-
-class InstanceLost(msgspec.Struct, frozen=True):
-    """This life of the instance is over, and its process is gone."""
-
-    seat: Seat
-
-
-class Output(msgspec.Struct, frozen=True):
-    """One `TokenOutput`, with where it came from."""
-
-    instance: InstanceId
-    output: TokenOutput
-
-
-WorkerEvent: TypeAlias = (
-    Started
-    | Finished
-    | Rejected
-    | Allocated
-    | Refused
-    | Expired
-    | Sent
-    | TransmitFailed
-    | Inserted
-    | InsertFailed
-)
-AnyInput: TypeAlias = WorkerEvent | Output | ClientCancelled | StopSeen | InstanceLost
 
 
 class TransferState(enum.Enum):
@@ -221,6 +113,14 @@ class _Transfer(msgspec.Struct):
     state: TransferState = TransferState.ASKED
 
 
+_INSERTED = {
+    Direction.FETCH: "fetched",
+    Direction.FORWARD: "inserted",
+    Direction.BACK: "returned",
+}
+"""The timeline's word for a transfer whose KV has arrived."""
+
+
 class RequestLifecycle:
     """One request, from its first placement until nobody holds anything for it."""
 
@@ -233,9 +133,13 @@ class RequestLifecycle:
         self.cached_tokens: int | None = None
         """Prompt tokens that the first prefill found in a cache."""
         self.is_client_done = False
+        self.is_prompt_computed = False
+        """In the present attempt: its prefill has ended, or given the first token."""
         self._limits = limits
         self._known: dict[Seat, int] = {}
         """Who has to forget the request, and how many of its tokens they were told."""
+        self._is_decode_lost = False
+        """D went away during a fetch: the request is placed again after it."""
         self._transfer: _Transfer | None = None
         self._prompt_attempt: int | None = None
         """The attempt that speaks of the prompt to the client; a later one would repeat it, and
@@ -260,21 +164,9 @@ class RequestLifecycle:
             plan = msgspec.structs.replace(plan, decode=None, returns=False)
         self.plan = plan
         self.attempt += 1
-        self.phase = Phase.PREFILL
-        self._known[plan.first] = len(self.token_ids)
-        command = Prefill(
-            epoch=plan.first.epoch,
-            request_id=self.spec.id,
-            attempt=self.attempt,
-            request=self.spec.request,
-            prompt_token_ids=self.token_ids,
-            whole=plan.decode is None,
-            hold=plan.decode is not None,
-            is_private=plan.first_is_private,
-            resample=self.spec.resample and plan.decode is not None,
-            num_generated=len(self.generated),
-        )
-        return [Send(plan.first.instance, command)]
+        self.is_prompt_computed = False
+        self._is_decode_lost = False
+        return self._prefill(plan) if plan.fetch is None else self._fetch(plan, plan.fetch)
 
     def give_up(self, message: str) -> list[Action]:
         """No place was found. Only while UNPLACED."""
@@ -299,8 +191,10 @@ class RequestLifecycle:
             assert not self._known and self._transfer is None
         if self.phase in (Phase.RETURN, Phase.DRAIN):
             assert self.is_client_done
-        if self.phase in (Phase.PREFILL, Phase.HANDOFF, Phase.DECODE):
+        if self.phase in (Phase.FETCH, Phase.PREFILL, Phase.HANDOFF, Phase.DECODE):
             assert self.plan is not None and not self.is_client_done
+        if self.phase is Phase.FETCH:
+            assert self._transfer is not None and self._transfer.direction is Direction.FETCH
         if self.phase in (Phase.HANDOFF, Phase.DECODE):
             assert self.plan is not None and self.plan.decode is not None
             assert self.plan.decode in self._known
@@ -365,6 +259,7 @@ class RequestLifecycle:
         if self._prompt_attempt is None:
             self._prompt_attempt = self.attempt
         says_prompt = self._prompt_attempt == self.attempt
+        self.is_prompt_computed |= bool(output.token_ids) or output.finish_reason is not None
         if plan.decode is None:
             return self._pass_on(plan.first, output, says_prompt=says_prompt)
         if output.finish_reason is None:  # the prompt's logprobs, ahead of the first token
@@ -434,12 +329,18 @@ class RequestLifecycle:
 
     def _on_instance_lost(self, seat: Seat) -> list[Action]:
         plan = self.plan
-        if plan is None or seat not in (plan.first, plan.decode):
+        source = plan.fetch.source if plan is not None and plan.fetch is not None else None
+        if plan is None or seat not in (plan.first, plan.decode, source):
             return []
         self._known.pop(seat, None)
         transfer_actions = self._on_transfer_end_lost(seat)
         if self.is_client_done:
             return [*transfer_actions, *self._release_all()]
+        if self.phase is Phase.FETCH and seat != plan.first:
+            self._is_decode_lost |= seat == plan.decode
+            return [*transfer_actions, *(self._prefill(plan) if self._transfer is None else [])]
+        if seat not in (plan.first, plan.decode):  # all was fetched from it before
+            return transfer_actions
         if seat == plan.first and self.phase is Phase.HANDOFF:
             assert plan.decode is not None
             return [*transfer_actions, *self._decode_cold(plan.decode)]
@@ -459,6 +360,16 @@ class RequestLifecycle:
         return [*actions, Note("lost", lost.instance), PlaceAgain(reason)]
 
     # ── transfers ─────────────────────────────────────────────────────────────────────────────
+
+    def _fetch(self, plan: Plan, fetch: Fetch) -> list[Action]:
+        """P reserves blocks for what the source is to send."""
+        assert not plan.first_is_private and fetch.source != plan.first, plan
+        self.phase = Phase.FETCH
+        source, num_tokens = fetch.source, fetch.num_tokens
+        assert 0 < num_tokens <= len(self.token_ids) and not num_tokens % self._limits.block_size
+        note = Note("fetching", source.instance, {"tokens": num_tokens})
+        token_ids = self.token_ids[:num_tokens]
+        return [note, *self._ask(Direction.FETCH, source, plan.first, token_ids)]
 
     def _ask(
         self, direction: Direction, sender: Seat, receiver: Seat, token_ids: list[int]
@@ -513,6 +424,17 @@ class RequestLifecycle:
         return []
 
     def _order(self, transfer: _Transfer, event: Allocated) -> list[Action]:
+        detail: dict[str, str | int | float] = {
+            "hit_blocks": event.hit_blocks,
+            "blocks": len(event.block_ids),
+        }
+        note = Note("allocated", event.instance, detail)
+        history = None
+        if transfer.direction is Direction.FETCH:
+            if not event.block_ids:  # P holds all of it by now
+                return [note, *self._commit(transfer, 0)]
+            num_tokens = self._known[transfer.receiver]
+            history = History(self.spec.namespace, self.token_ids[:num_tokens])
         transfer.state = TransferState.ORDERED
         command = Transmit(
             epoch=transfer.sender.epoch,
@@ -521,12 +443,8 @@ class RequestLifecycle:
             peer=transfer.receiver.instance,
             first_block=event.hit_blocks,
             block_ids=event.block_ids,
+            history=history,
         )
-        detail: dict[str, str | int | float] = {
-            "hit_blocks": event.hit_blocks,
-            "blocks": len(event.block_ids),
-        }
-        note = Note("allocated", event.instance, detail)
         return [note, Send(transfer.sender.instance, command)]
 
     def _on_sent(self, transfer: _Transfer, event: Sent) -> list[Action]:
@@ -540,21 +458,30 @@ class RequestLifecycle:
             self._transfer = None
             cancel = self._cancel_at(transfer.receiver, transfer.id)
             return [note, *cancel, *self._without_transfer(transfer)]
+        return [note, *self._commit(transfer, event.size_bytes)]
+
+    def _commit(self, transfer: _Transfer, size_bytes: int) -> list[Action]:
+        """The KV is at the receiver; the request goes on there."""
         transfer.state = TransferState.SENT
-        is_forward = transfer.direction is Direction.FORWARD
         commit = Commit(
             epoch=transfer.receiver.epoch,
             transfer_id=transfer.id,
-            size_bytes=event.size_bytes,
-            pin=is_forward,
+            size_bytes=size_bytes,
+            pin=transfer.direction is not Direction.BACK,
         )
-        actions: list[Action] = [note, Send(transfer.receiver.instance, commit)]
-        return [*actions, *self._decode(transfer.receiver)] if is_forward else actions
+        send = Send(transfer.receiver.instance, commit)
+        match transfer.direction:
+            case Direction.FETCH:
+                assert self.plan is not None
+                return [send, *self._prefill(self.plan)]
+            case Direction.FORWARD:
+                return [send, *self._decode(transfer.receiver)]
+            case Direction.BACK:
+                return [send]
 
     def _on_inserted(self, transfer: _Transfer, event: Inserted) -> list[Action]:
         self._transfer = None
-        name = "inserted" if transfer.direction is Direction.FORWARD else "returned"
-        note = Note(name, event.instance, {"tokens": event.num_tokens})
+        note = Note(_INSERTED[transfer.direction], event.instance, {"tokens": event.num_tokens})
         learned = self._learned(transfer.receiver, min(event.num_tokens, len(self.token_ids)))
         return [note, *learned, *self._after_insert(transfer)]
 
@@ -570,6 +497,9 @@ class RequestLifecycle:
         """The transfer has ended without bringing anything."""
         if self.is_client_done:
             return self._release_all()
+        if self.phase is Phase.FETCH:
+            assert self.plan is not None
+            return self._prefill(self.plan)
         return self._decode_cold(transfer.receiver) if self.phase is Phase.HANDOFF else []
 
     def _after_insert(self, transfer: _Transfer) -> list[Action]:
@@ -591,7 +521,31 @@ class RequestLifecycle:
     def _cancel_at(self, seat: Seat, transfer_id: TransferId) -> list[Action]:
         return [Send(seat.instance, Cancel(epoch=seat.epoch, transfer_id=transfer_id))]
 
-    # ── decode, return, release ───────────────────────────────────────────────────────────────
+    # ── prefill, decode, return, release ──────────────────────────────────────────────────────
+
+    def _prefill(self, plan: Plan) -> list[Action]:
+        """P computes what it does not hold of the prompt."""
+        if self._is_decode_lost:
+            assert plan.decode is not None
+            return self._place_again(plan.decode)
+        self.phase = Phase.PREFILL
+        token_ids = self.token_ids
+        known = self._known.get(plan.first, 0)
+        self._known[plan.first] = len(token_ids)
+        command = Prefill(
+            epoch=plan.first.epoch,
+            request_id=self.spec.id,
+            attempt=self.attempt,
+            request=self.spec.request,
+            known_tokens=known,
+            token_ids=token_ids[known:],
+            whole=plan.decode is None,
+            hold=plan.decode is not None,
+            is_private=plan.first_is_private,
+            resample=self.spec.resample and plan.decode is not None,
+            num_generated=len(self.generated),
+        )
+        return [Send(plan.first.instance, command)]
 
     def _hand_off(self, decode: Seat) -> list[Action]:
         """P has finished; D starts when the KV is there, or at once if it will not come."""
@@ -650,6 +604,8 @@ class RequestLifecycle:
             actions += self._cancel_at(transfer.receiver, transfer.id)
         elif transfer is not None and transfer.state is TransferState.ORDERED:
             transfer.state = TransferState.CANCELLING
+            if transfer.direction is Direction.FETCH:  # its sender is told nothing below
+                actions += self._cancel_at(transfer.sender, transfer.id)
         elif transfer is not None and transfer.state is TransferState.SENT:
             self._transfer = None  # the receiver inserts, and history needs no owner
         for seat in list(self._known):  # makes a sender answer its Transmit

@@ -1,37 +1,80 @@
 """Which instances a request runs on: pure, from what the scheduler knows at the moment.
 
-`scheduler.py` calls `place` with a view of every ready instance and turns the answer into a
-`lifecycle.Plan`; the reason goes to the request's timeline. The paper: section 6.
+`scheduler.py` calls a `Policy` with what the prompt trees know of the prompt (`Demand`) and with
+what every instance has to do (`loads.py`), and turns the answer into a `vocabulary.Plan`; the
+reason goes to the request's timeline. The paper: section 6.
 
-A request runs whole on a colocated instance, or split over a prefill and a decode instance. Where
-it computes its prompt is chosen by a `Ranking`; `LongestPrefix` is the first. It looks at load only
-between equal prefixes, so one hot prefix keeps one instance busy while others idle. A ranking by
-time (queue, computing and fetching, all in seconds) takes its place without a change elsewhere.
+Policies, chosen by `[scheduler] policy`:
+
+    cost          least time by the cost model, queues, fetching and links included (`cost_policy`)
+    prefix        the longest cached prefix, then the least work
+    session       the instance that served the session before; a new one goes to the least work
+    least_loaded  the least work
+    round_robin   one after the other
+
+The last four are there to be compared with; none of them fetches. How requests may run, by
+`[scheduler] split`: a colocated instance runs requests whole, always. A decode instance is as
+complete an engine, and may run a request whole too: `always` split none does, `never` split all do,
+`auto` leaves it to the policy (only `cost` can tell, and only with a calibrated profile: a guess
+that is right within a factor of two cannot; else it is the same as `always`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol, TypeAlias
+import enum
+from collections.abc import Collection
+from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from memserve.core.loads import Bools, Loads
+from memserve.core.timeline import Detail
 from memserve.errors import UnavailableError
 from memserve.types import InstanceId, Role
 
+_SESSION_BLOCKS = 8
 
-class InstanceView(msgspec.Struct, frozen=True):
-    """A ready instance, as one request sees it."""
 
-    instance: InstanceId
-    role: Role
-    queued_tokens: int
-    """Prompt tokens placed here and not yet computed."""
-    running_requests: int
-    running_tokens: int
-    """Tokens whose KV the running requests hold here."""
-    cached_tokens: int
-    """Of this request's tokens, how many the prompt tree believes to be here."""
+class Split(enum.Enum):
+    """Whether decode instances run requests whole; see the module."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """A request that wants a place, and what the instances hold of its tokens."""
+
+    num_tokens: int
+    cached_tokens: npt.NDArray[np.int32]
+    """[instances] Leading tokens that each is believed to hold, in any medium."""
+    dram_tokens: npt.NDArray[np.int32]
+    """[instances] Of those: in DRAM alone."""
+    expected_tokens: int
+    """That it will generate, as far as one can tell."""
+    session: str
+    """Equal for the requests of one conversation."""
+    now: float
+    may_fetch: bool = True
+    block_size: int = 1
+
+    def reusable(self) -> npt.NDArray[np.int64]:
+        """[instances] Cached tokens that save something: the last token is always computed."""
+        most = (self.num_tokens - 1) // self.block_size * self.block_size
+        reusable: npt.NDArray[np.int64] = np.minimum(self.cached_tokens, max(most, 0)).astype(
+            np.int64
+        )
+        return reusable
+
+
+class FetchChoice(msgspec.Struct, frozen=True):
+    """Take the KV of the first tokens from there before the prefill."""
+
+    source: InstanceId
+    num_tokens: int
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -39,77 +82,58 @@ class Placement(msgspec.Struct, frozen=True):
 
     first: InstanceId
     decode: InstanceId | None
-    reason: dict[str, str | int | float]
-    """The ranking and its terms for each instance that was considered, for the timeline."""
+    fetch: FetchChoice | None
+    cached_tokens: int
+    """That `first` will have of the prompt when it computes the rest."""
+    reason: Detail
+    """Why: the policy, and the candidates with their terms (seconds, tokens)."""
 
 
-Rank: TypeAlias = tuple[float | str, ...]
-"""The least one wins."""
+class Policy(Protocol):
+    """Chooses among the open instances. Deterministic; owns what it remembers, if anything."""
+
+    @property
+    def name(self) -> str: ...
+
+    def place(self, demand: Demand, loads: Loads) -> Placement:
+        """Raises: UnavailableError if no open instance can run the request."""
+        ...
 
 
-class Ranking(Protocol):
-    """How good an instance is for a request of `num_tokens`. Ends in the id: no ties."""
-
-    name: str
-
-    def first(self, view: InstanceView, num_tokens: int) -> Rank:
-        """As the instance that computes the prompt."""
-
-    def decode(self, view: InstanceView, num_tokens: int) -> Rank:
-        """As the instance that generates."""
+def can_place(roles: Collection[Role], split: Split) -> bool:
+    """Whether instances of these roles could serve a request."""
+    if Role.COLOCATED in roles:
+        return True
+    if split is Split.NEVER:
+        return Role.DECODE in roles
+    return Role.DECODE in roles and Role.PREFILL in roles
 
 
-class LongestPrefix:
-    """The longest cached prefix, then the least load."""
-
-    name = "longest prefix, then least load"
-
-    def first(self, view: InstanceView, num_tokens: int) -> Rank:
-        cached = min(view.cached_tokens, num_tokens)
-        return (-cached, view.queued_tokens, view.running_requests, view.instance)
-
-    def decode(self, view: InstanceView, num_tokens: int) -> Rank:
-        cached = min(view.cached_tokens, num_tokens)
-        return (-cached, view.running_tokens, view.running_requests, view.instance)
+def session_key(explicit: str | None, packed: bytes, block_bytes: int) -> str:
+    """What tells conversations apart: what the client says, else how the prompt begins."""
+    return explicit if explicit else packed[: _SESSION_BLOCKS * block_bytes].hex()
 
 
-def place(
-    num_tokens: int, views: Iterable[InstanceView], ranking: Ranking | None = None
-) -> Placement:
-    """Choose among all colocated instances, and the best prefill with the best decode instance.
+class Eligible(msgspec.Struct, frozen=True):
+    """[instances] each: who may do what now."""
 
-    Raises: UnavailableError if the views hold neither a colocated instance nor a pair.
+    whole: Bools
+    prefill: Bools
+    decode: Bools
+
+
+def eligible(loads: Loads, split: Split, *, whole_on_decode: bool = False) -> Eligible:
+    """By roles, among the open ones. Raises: UnavailableError if nobody can run a request.
+
+    `whole_on_decode`: whether AUTO lets decode instances run requests whole.
     """
-    ranking = ranking or LongestPrefix()
-    views = list(views)
-    decoders = [view for view in views if view.role is Role.DECODE]
-    firsts = [
-        view
-        for view in views
-        if view.role is Role.COLOCATED or (view.role is Role.PREFILL and decoders)
-    ]
-    if not firsts:
+    is_decode = loads.is_open & loads.has_role[Role.DECODE]
+    whole = loads.is_open & loads.has_role[Role.COLOCATED]
+    prefill = loads.is_open & loads.has_role[Role.PREFILL]
+    if split is Split.NEVER or (split is Split.AUTO and whole_on_decode):
+        whole = whole | is_decode
+    if split is Split.NEVER or not is_decode.any():
+        prefill = np.zeros_like(prefill)
+    if not whole.any() and not prefill.any():
         raise UnavailableError("no instance is ready that could run the request")
-    first = min(firsts, key=lambda view: ranking.first(view, num_tokens))
-    considered = list(firsts)
-    decode = None
-    if first.role is Role.PREFILL:
-        decode = min(decoders, key=lambda view: ranking.decode(view, num_tokens))
-        considered += decoders
-    return Placement(
-        first=first.instance,
-        decode=decode.instance if decode is not None else None,
-        reason=_reason(ranking, num_tokens, considered),
-    )
-
-
-def _reason(
-    ranking: Ranking, num_tokens: int, considered: list[InstanceView]
-) -> dict[str, str | int | float]:
-    terms: dict[str, str | int | float] = {"ranking": ranking.name, "tokens": num_tokens}
-    for view in considered:
-        terms[view.instance] = (
-            f"{view.cached_tokens} tokens cached, {view.queued_tokens} queued, "
-            f"{view.running_tokens} running in {view.running_requests} requests"
-        )
-    return terms
+    return Eligible(whole, prefill, is_decode)

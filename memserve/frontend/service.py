@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from memserve.core.delivery import Delivery
-from memserve.core.lifecycle import RequestSpec
+from memserve.core.vocabulary import RequestSpec
 from memserve.errors import MemServeError
 from memserve.status import AuditReport, Snapshot
 from memserve.types import RequestId

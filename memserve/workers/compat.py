@@ -22,7 +22,7 @@ import torch
 import vllm
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -106,6 +106,30 @@ def make_config(
         **engine,
     )
     return arguments.create_engine_config()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLimits:
+    """How the engine cuts its work into steps."""
+
+    chunk_tokens: int
+    """The most tokens of prompts in one step."""
+    max_requests: int
+    graph_sizes: tuple[int, ...]
+    """Token counts, rising, that steps with prompts are padded to and replayed at as graphs."""
+
+
+def step_limits(config: VllmConfig) -> StepLimits:
+    """Of an engine that was built with `config`: building settles them."""
+    scheduler, compilation = config.scheduler_config, config.compilation_config
+    mode: CUDAGraphMode | None = compilation.cudagraph_mode
+    has_graphs = mode is not None and mode.mixed_mode() != CUDAGraphMode.NONE
+    sizes = (compilation.cudagraph_capture_sizes or []) if has_graphs else []
+    return StepLimits(
+        chunk_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+        max_requests=scheduler.max_num_seqs,
+        graph_sizes=tuple(sorted(sizes)),
+    )
 
 
 def _check_arguments(engine: Mapping[str, Any]) -> None:
@@ -226,6 +250,12 @@ def geometry_of(model: str, block_size: int, kv_caches: Mapping[str, torch.Tenso
     )
 
 
+def whole_buffer(layer: torch.Tensor) -> torch.Tensor:
+    """The buffer that a layer's KV cache is a view of: int8, shape `[bytes]`."""
+    storage = layer.untyped_storage()
+    return torch.empty(0, dtype=torch.int8, device=layer.device).set_(storage)
+
+
 # ── the engine ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -324,6 +354,19 @@ class Engine:
             return False
         ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         return any(request.status in ready for request in self._scheduler.waiting)
+
+    def fence(self) -> Callable[[], bool]:
+        """Whether every step that is in flight at this moment has ended.
+
+        With asynchronous scheduling the pool indexes a block when its step is scheduled; its KV is
+        there once that step has ended.
+        """
+        in_flight = {id(future): future for future, *_ in self._core.batch_queue or ()}
+
+        def has_passed() -> bool:
+            return not any(id(future) in in_flight for future, *_ in self._core.batch_queue or ())
+
+        return has_passed
 
     def held_blocks(self) -> dict[str, list[int]]:
         """Who holds which blocks in the engine itself, once per reference."""

@@ -22,10 +22,17 @@ import pydantic
 import torch
 from vllm.platforms import current_platform
 
+from memserve.core.cost_model import CostModel
 from memserve.errors import MemServeError, StartError, TransferError
 from memserve.messages import PROTOCOL_VERSION, PeerJoined, Ready, StartFailed
 from memserve.types import Geometry
-from memserve.workers.compat import Engine, geometry_of, make_config, place_kv_cache
+from memserve.workers.compat import (
+    Engine,
+    geometry_of,
+    make_config,
+    place_kv_cache,
+    whole_buffer,
+)
 from memserve.workers.engine_loop import EngineLoop
 from memserve.workers.engine_pool import EnginePool
 from memserve.workers.environment import set_engine_environment
@@ -37,6 +44,8 @@ from memserve.workers.links.shm import open_shm
 from memserve.workers.mempool import MemPool
 from memserve.workers.port import Port
 from memserve.workers.spec import WorkerSpec
+from memserve.workers.swap_queue import NoSwaps, Swaps
+from memserve.workers.swap_setup import make_swaps
 from memserve.workers.transfer import Transfers
 
 if TYPE_CHECKING:
@@ -128,6 +137,7 @@ class Worker:
             spec.epoch,
             reports.send,
         )
+        self._swaps = self._make_swaps(spec, geometry, host.memory, mempool)
         self._geometry = geometry
         self.loop = EngineLoop(
             spec.instance,
@@ -135,6 +145,7 @@ class Worker:
             self._engine,
             mempool,
             self._transfers,
+            self._swaps,
             reports,
             port,
             spec.heartbeat_interval_s,
@@ -162,10 +173,26 @@ class Worker:
         """Serve until told to stop, then give everything back."""
         self.loop.run()
         self._transfers.close()
+        self._swaps.close()
         self._engine.shutdown()
         if self._buffer is not None:
             self._buffer.close()
         self._port.close()
+
+    def _make_swaps(
+        self, spec: WorkerSpec, geometry: Geometry, hbm: torch.Tensor, mempool: MemPool
+    ) -> Swaps:
+        if not spec.dram_bytes:
+            return NoSwaps()
+        return make_swaps(
+            mempool,
+            geometry,
+            hbm,
+            dram_bytes=spec.dram_bytes,
+            max_model_len=self._engine.max_model_len,
+            costs=CostModel(spec.profile, geometry.tp_size),
+            clock=time.monotonic,
+        )
 
     def _open_link(self, peer: PeerJoined) -> Link:
         """See `links.base.LinkOpener`."""
@@ -185,6 +212,8 @@ class _Host:
         self.loop: EngineLoop | None = None
         self.buffer: KvBuffer | None = None
         self.geometry: Geometry | None = None
+        self.memory = torch.empty(0, dtype=torch.int8)
+        """The KV cache's one buffer."""
         self.asked_for_memory_at = time.monotonic()
 
     def kv_cache_memory(self) -> AbstractContextManager[None] | None:
@@ -199,6 +228,7 @@ class _Host:
 
     def on_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_size: int) -> None:
         self.geometry = geometry_of(self._model, block_size, kv_caches)
+        self.memory = whole_buffer(next(iter(kv_caches.values())))
         if self.buffer is not None:
             memory = next(iter(kv_caches.values())).untyped_storage()
             if memory.data_ptr() != self.buffer.tensor.data_ptr():

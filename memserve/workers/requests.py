@@ -19,13 +19,17 @@ from memserve.messages import Decode, Prefill
 
 
 def prefill_request(
-    request: EngineCoreRequest, command: Prefill, engine_id: str, cache_salt: str | None
+    request: EngineCoreRequest,
+    command: Prefill,
+    token_ids: Sequence[int],
+    engine_id: str,
+    cache_salt: str | None,
 ) -> EngineCoreRequest:
-    """The prompt and one token, or the whole request.
+    """The prompt `token_ids` and one token, or the whole request.
 
     Raises: RequestError if no token is left to generate, or it is not a text generation request.
     """
-    params = _place(request, engine_id, command.prompt_token_ids, cache_salt)
+    params = _place(request, engine_id, token_ids, cache_salt)
     if command.num_generated:
         _drop_prompt_logprobs(params)  # the client has them
     if command.whole:

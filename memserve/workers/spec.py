@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
+from memserve.core.cost_model import BUILT_IN, Profile
 from memserve.errors import ProtocolError
 from memserve.types import InstanceId, Lora, Role
 
@@ -40,11 +41,34 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the KV cache; None: what vLLM finds free."""
     layout: str = "auto"
     """auto, block_first or layer_first."""
+    dram_bytes: int = 0
+    """Host memory for KV blocks; 0: none."""
+    profile: Profile = BUILT_IN
+    """What computing costs on this device: whether swapping in is faster."""
     reserve_blocks: int = 1
     """Blocks that stay free when a peer asks for some."""
     heartbeat_interval_s: float = 1.0
     num_threads: int = 1
     """Of torch's operators on the CPU."""
+
+
+class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What `calibrate.py` is to measure. JSON, in a file."""
+
+    name: str
+    """The model's name in the profile."""
+    model: str
+    """As in `WorkerSpec`; so are the fields that follow."""
+    engine: dict[str, Any] = {}
+    kv_bytes: int | None
+    layout: str = "auto"
+    num_threads: int = 1
+    log_level: str = "warning"
+    device: str
+    """The device's name in the profile."""
+    dtype: str
+    """As configured; `auto` is the model's own."""
+    created: str
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):

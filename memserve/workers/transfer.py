@@ -5,8 +5,9 @@
                                └─ deadline ─▶ quarantined: said, and kept, until Commit or Cancel
 
     sender     Transmit ─▶ waiting ──────┬─▶ sending ─▶ Sent or TransmitFailed, pin dropped
-               hold_source ─▶ pinned ────┘
-               source_ready
+               hold_source ─▶ pinned ────┤
+               source_ready              │
+               Transmit of history ──────┘  matched, pinned, sent once all of it is computed
 
 Each side's references in the pool have an owner named after the transfer or the request, and each
 path ends in exactly one drop of it. A reservation is freed only on command: the hub knows when the
@@ -33,6 +34,7 @@ from memserve.messages import (
     Cancel,
     Commit,
     Expired,
+    History,
     Inserted,
     InsertFailed,
     LinkReady,
@@ -90,7 +92,10 @@ class _Source(msgspec.Struct):
 class _Sending(msgspec.Struct):
     request_id: RequestId
     peer: InstanceId
-    num_blocks: int
+    source_ids: list[BlockId]
+    target_ids: list[BlockId]
+    is_computed: Callable[[], bool] | None = None
+    """What the link waits for; None: it may be reading."""
     end_reason: str | None = None
     """Why it was cancelled."""
 
@@ -269,11 +274,28 @@ class Transfers:
         else:
             self._waiting[command.request_id] = command
 
+    def transmit_history(
+        self, command: Transmit, history: History, is_computed: Callable[[], bool]
+    ) -> None:
+        """Send what the index holds of these tokens. Ends in Sent or TransmitFailed.
+
+        `is_computed`: whether all that the index names at this moment has its KV; nothing is read
+        before. Nothing is remembered of the request; the blocks are pinned until the end.
+        """
+        found = self._mempool.match(history.token_ids, history.namespace)
+        end = command.first_block + len(command.block_ids)
+        source_ids = found[command.first_block : end]
+        self._mempool.pin(sending_owner(command.transfer_id), source_ids)
+        problem = None
+        if end > len(found):
+            problem = f"blocks up to {end} asked for, {len(found)} are in the index"
+        self._begin_sending(command, source_ids, problem, is_computed)
+
     def drop_source(self, request_id: RequestId) -> None:
         """The request is forgotten: cancel its transfer and drop its pin. Unknown ones are fine."""
         if (command := self._waiting.pop(request_id, None)) is not None:
             self._fail_transmit(command.transfer_id, "the request was aborted")
-        for transfer_id, sending in self._sending.items():
+        for transfer_id, sending in list(self._sending.items()):
             if sending.request_id == request_id:
                 self._cancel_sending(transfer_id, sending, "the request was aborted")
         if self._sources.pop(request_id, None) is not None:
@@ -282,6 +304,9 @@ class Transfers:
 
     def poll(self) -> None:
         """Let the links go on. Emits Sent and TransmitFailed for what has ended."""
+        for transfer_id, sending in self._sending.items():
+            if sending.is_computed is not None and sending.is_computed():
+                self._hand_to_link(transfer_id, sending)
         for peer in self._peers.values():
             for completion in peer.link.poll():
                 self._end_sending(completion)
@@ -430,21 +455,40 @@ class Transfers:
         problem = None
         if end > len(source.block_ids):
             problem = f"blocks up to {end} asked for, {len(source.block_ids)} full ones are held"
-        elif command.block_ids and command.peer not in self._peers:
+        self._begin_sending(command, source.block_ids[command.first_block : end], problem)
+
+    def _begin_sending(
+        self,
+        command: Transmit,
+        source_ids: list[BlockId],
+        problem: str | None,
+        is_computed: Callable[[], bool] | None = None,
+    ) -> None:
+        """The blocks are held by the sending's owner; with a problem it ends here."""
+        if problem is None and command.block_ids and command.peer not in self._peers:
             problem = f"no link to {command.peer}"
-        self._sending[command.transfer_id] = _Sending(
-            command.request_id, command.peer, len(command.block_ids)
+        sending = _Sending(
+            command.request_id, command.peer, source_ids, command.block_ids, is_computed
         )
+        self._sending[command.transfer_id] = sending
         if problem is not None or not command.block_ids:
             self._end_sending(Completion(command.transfer_id, 0, 0.0, problem))
             return
-        source_ids = source.block_ids[command.first_block : end]
-        self._peers[command.peer].link.send(command.transfer_id, source_ids, command.block_ids)
+        if is_computed is None:
+            self._hand_to_link(command.transfer_id, sending)
         self.poll()
+
+    def _hand_to_link(self, transfer_id: TransferId, sending: _Sending) -> None:
+        sending.is_computed = None
+        link = self._peers[sending.peer].link
+        link.send(transfer_id, sending.source_ids, sending.target_ids)
 
     def _cancel_sending(self, transfer_id: TransferId, sending: _Sending, reason: str) -> None:
         """Its blocks stay held until the link's completion."""
         sending.end_reason = reason
+        if sending.is_computed is not None:  # the link does not know it yet
+            self._end_sending(Completion(transfer_id, 0, 0.0))
+            return
         self._peers[sending.peer].link.cancel(transfer_id)
 
     def _end_sending(self, completion: Completion) -> None:
@@ -461,7 +505,7 @@ class Transfers:
                 instance=self._instance,
                 epoch=self._epoch,
                 transfer_id=transfer_id,
-                num_blocks=sending.num_blocks,
+                num_blocks=len(sending.target_ids),
                 size_bytes=completion.size_bytes,
                 seconds=completion.seconds,
             )

@@ -28,6 +28,7 @@ from memserve.messages import (
     Cancel,
     Commit,
     Expired,
+    History,
     Inserted,
     InsertFailed,
     LinkReady,
@@ -64,10 +65,18 @@ class Flow(msgspec.Struct):
     is_arrival: bool = False
     was_deleted: bool = False
     """Its tokens were deleted from the index while it was pinned."""
+    is_fetch: bool = False
+    """The source does not run it: it sends what its index holds."""
+    is_computed: bool = False
+    """Of a fetch: whether the source's steps in flight have ended."""
+
+    @property
+    def direction(self) -> Direction:
+        return Direction.FETCH if self.is_fetch else Direction.FORWARD
 
     @property
     def transfer_id(self) -> TransferId:
-        return TransferId(f"{self.request_id}/forward/1")
+        return TransferId(f"{self.request_id}/{self.direction.value}/1")
 
     @property
     def num_blocks(self) -> int:
@@ -123,6 +132,23 @@ class TransferMachine(RuleBasedStateMachine):
             self.known[flow.transfer_id] = flow
             self.go_on(data, flow, num_moves)
 
+    @rule(
+        data=st.data(),
+        num_moves=st.integers(0, 6),
+        direction=st.integers(0, 1),
+        num_blocks=st.integers(1, MAX_TOKENS // BLOCK_SIZE),
+        seed=st.integers(0, SEEDS - 1),
+    )
+    def start_fetch(
+        self, data: st.DataObject, num_moves: int, direction: int, num_blocks: int, seed: int
+    ) -> None:
+        """The target fetches what the source may or may not hold, and goes on for a while."""
+        source, target = self.nodes[direction], self.nodes[1 - direction]
+        tokens = prompt(num_blocks * BLOCK_SIZE, seed)
+        flow = Flow(self.new_id(), tokens, False, source, target, is_running=False, is_fetch=True)
+        self.known[flow.transfer_id] = flow
+        self.go_on(data, flow, num_moves)
+
     @rule(node=st.integers(0, 1), length=st.integers(1, 40), seed=st.integers(0, SEEDS))
     def fill(self, node: int, length: int, seed: int) -> None:
         """Another request takes blocks, and evicts history."""
@@ -157,7 +183,9 @@ class TransferMachine(RuleBasedStateMachine):
             (flow.is_running, self.finish),
             (flow.state == "new", self.ask),
             (flow.state == "asked" and (flow.is_running or flow.is_held), self.order),
-            (flow.state == "ordered" and flow.is_held, self.poll_for),
+            (flow.state == "asked" and flow.is_fetch, self.order_history),
+            (flow.state == "ordered" and flow.is_fetch, self.compute_history),
+            (flow.state == "ordered" and (flow.is_held or flow.is_fetch), self.poll_for),
             (flow.state == "sent", self.commit_pinned),
             (flow.state == "sent", self.commit_loose),
             (flow.is_arrival, self.schedule),
@@ -225,21 +253,30 @@ class TransferMachine(RuleBasedStateMachine):
     # ── the hub ───────────────────────────────────────────────────────────────────────────────
 
     def ask(self, flow: Flow) -> None:
-        command = allocate(flow.request_id, Direction.FORWARD, is_private=flow.is_private)
+        command = allocate(flow.request_id, flow.direction, is_private=flow.is_private)
         flow.target.transfers.allocate(command, flow.tokens)
 
     def order(self, flow: Flow) -> None:
         flow.state = "ordered"
-        flow.source.transfers.transmit(
-            Transmit(
-                epoch=1,
-                transfer_id=flow.transfer_id,
-                request_id=flow.request_id,
-                peer=flow.target.id,
-                first_block=flow.hit_blocks,
-                block_ids=flow.block_ids,
-            )
+        flow.source.transfers.transmit(transmit(flow))
+
+    def order_history(self, flow: Flow) -> None:
+        found = flow.source.mempool.match(flow.tokens)
+        flow.state = "ordered"
+        history = History(Namespace(), flow.tokens)
+        flow.source.transfers.transmit_history(transmit(flow), history, lambda: flow.is_computed)
+        is_unheld = len(found) < flow.num_blocks
+        is_over = is_unheld or not flow.block_ids
+        assert flow.source.mempool.held(f"sending of {flow.transfer_id}") == (
+            [] if is_over else found[flow.hit_blocks :]
         )
+        if is_over:
+            (event,) = flow.source.take()
+            assert isinstance(event, TransmitFailed if is_unheld else Sent)
+            self._on_event(flow.source, event)
+
+    def compute_history(self, flow: Flow) -> None:
+        flow.is_computed = True
 
     def call_off(self, flow: Flow) -> None:
         """Tell whoever may be told: the sender once it was ordered, else the receiver."""
@@ -329,6 +366,7 @@ class TransferMachine(RuleBasedStateMachine):
             case Refused() if flow.state == "new" and node is flow.target:
                 flow.state = "done"
             case Sent() if flow.state == "ordered" and node is flow.source:
+                assert not flow.is_fetch or flow.is_computed or not flow.block_ids
                 flow.state = "sent"
                 flow.sent_bytes = event.size_bytes
                 flow.is_held = False
@@ -395,6 +433,17 @@ class TransferMachine(RuleBasedStateMachine):
             assert node.is_idle(), node.mempool.holders()
             assert not node.transfers.is_active
         self.pools_are_sound()
+
+
+def transmit(flow: Flow) -> Transmit:
+    return Transmit(
+        epoch=1,
+        transfer_id=flow.transfer_id,
+        request_id=flow.request_id,
+        peer=flow.target.id,
+        first_block=flow.hit_blocks,
+        block_ids=flow.block_ids,
+    )
 
 
 TransferMachine.TestCase.settings = settings(

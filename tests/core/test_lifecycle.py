@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import pytest
 
-from memserve.core.lifecycle import (
+from memserve.core.lifecycle import Phase, RequestLifecycle
+from memserve.core.vocabulary import (
     Action,
     AnyInput,
     ClientCancelled,
     Deliver,
     Ended,
     Fail,
+    Fetch,
     InstanceLost,
     Learned,
     Limits,
     Note,
     Output,
-    Phase,
     PlaceAgain,
     Plan,
-    RequestLifecycle,
     RequestSpec,
     Seat,
     Send,
@@ -62,7 +62,8 @@ def line(command: AnyCommand) -> str:
         case Prefill():
             flags = [name for name in ("whole", "hold", "resample") if getattr(command, name)]
             generated = f" ({command.num_generated} generated)" if command.num_generated else ""
-            return f"Prefill {len(command.prompt_token_ids)}{generated} {' '.join(flags)}"
+            known = f"{command.known_tokens}+" if command.known_tokens else ""
+            return f"Prefill {known}{len(command.token_ids)}{generated} {' '.join(flags)}"
         case Decode():
             hold = " hold" if command.hold else ""
             told = f"{command.known_tokens}+{len(command.token_ids)}"
@@ -72,7 +73,8 @@ def line(command: AnyCommand) -> str:
             return f"Allocate {way(command.transfer_id)} {told}"
         case Transmit():
             last = command.first_block + len(command.block_ids)
-            return f"Transmit {way(command.transfer_id)} [{command.first_block}:{last}]"
+            history = f" of {len(command.history.token_ids)} tokens" if command.history else ""
+            return f"Transmit {way(command.transfer_id)} [{command.first_block}:{last}]{history}"
         case Commit():
             pin = " pin" if command.pin else ""
             return f"Commit {way(command.transfer_id)} {command.size_bytes}{pin}"
@@ -141,14 +143,26 @@ class Story:
                 assert action.command.epoch == self.epochs[action.instance]
         return lines(actions)
 
-    def place(self, first: str, decode: str | None = None, epoch: int = 1) -> list[str]:
+    def place(
+        self,
+        first: str,
+        decode: str | None = None,
+        epoch: int = 1,
+        fetch: tuple[str, int] | None = None,
+    ) -> list[str]:
+        """`fetch`: from which instance, and how many tokens."""
         self.epochs |= {first: epoch} | ({decode: epoch} if decode else {})
+        source = None
+        if fetch is not None:
+            self.epochs.setdefault(fetch[0], epoch)
+            source = Fetch(Seat(InstanceId(fetch[0]), self.epochs[fetch[0]]), fetch[1])
         plan = Plan(
             first=Seat(InstanceId(first), epoch),
             decode=Seat(InstanceId(decode), epoch) if decode else None,
             first_is_private=not self.caching.prefill_keeps,
             decode_is_private=not self.caching.decode_keeps,
             returns=decode is not None and self.caching.decode_returns,
+            fetch=source,
         )
         return lines(self.life.place(plan))
 
@@ -246,6 +260,12 @@ class Story:
         return TransferId(f"r/{way}/{self.life.attempt}")
 
     # ── common beginnings ─────────────────────────────────────────────────────────────────────
+
+    def until_fetching(self, decode: str | None = "D0", source: str = "P1") -> Story:
+        """P has reserved two blocks, of which it holds one, and the source was told to send."""
+        self.place("P0", decode, fetch=(source, 8))
+        self.allocated("P0", "fetch", 1, 1)
+        return self
 
     def until_ordered(self) -> Story:
         """P computes the prompt; D has reserved its two full blocks."""
@@ -789,3 +809,135 @@ def test_a_prefill_that_never_reported_its_start_is_decoded_cold() -> None:
         "P0 Abort",
         "D0 Decode 0+11 (1 generated) hold",
     ]
+
+
+# ── fetching from another instance ────────────────────────────────────────────────────────────
+
+
+def test_p_fetches_what_another_instance_holds_before_its_prefill() -> None:
+    story = Story()
+    assert story.place("P0", "D0", fetch=("P1", 8)) == ["P0 Allocate fetch 0+8"]
+    assert story.allocated("P0", "fetch", 1, 1) == ["P1 Transmit fetch [1:2] of 8 tokens"]
+    assert story.sent("P1", "fetch", 1) == ["P0 Commit fetch 100 pin", "P0 Prefill 8+2 hold"]
+    assert story.inserted("P0", "fetch", 8) == ["P0 has 8"]
+    assert story.started("P0", 8) == ["D0 Allocate forward 0+10"]
+    assert story.life.cached_tokens == 8
+    assert story.allocated("D0", "forward", 0, 2) == ["P0 Transmit forward [0:2]"]
+    assert story.output("P0", 1, "length") == ["deliver prompt tokens", "P0 has 10"]
+    assert story.sent("P0", "forward", 2) == [
+        "D0 Commit forward 200 pin",
+        "D0 Decode 10+1 (1 generated) hold",
+    ]
+
+
+def test_a_request_that_runs_whole_fetches_too() -> None:
+    story = Story(prompt=8)
+    assert story.place("PD0", fetch=("D0", 4)) == ["PD0 Allocate fetch 0+4"]
+    assert story.allocated("PD0", "fetch", 0, 1) == ["D0 Transmit fetch [0:1] of 4 tokens"]
+    assert story.sent("D0", "fetch", 1) == ["PD0 Commit fetch 100 pin", "PD0 Prefill 4+4 whole"]
+    assert story.inserted("PD0", "fetch", 4) == ["PD0 has 4"]
+    assert story.output("PD0", 5, "stop") == ["deliver prompt tokens final", "PD0 has 12"]
+    assert story.finished("PD0") == ["PD0 Abort", "ended"]
+
+
+def test_d_may_be_the_source_and_is_then_told_the_whole_prompt_later() -> None:
+    story = Story().until_fetching(source="D0")
+    assert story.sent("D0", "fetch", 1) == ["P0 Commit fetch 100 pin", "P0 Prefill 8+2 hold"]
+    story.inserted("P0", "fetch", 8)
+    assert story.started("P0", 8) == ["D0 Allocate forward 0+10"]
+
+
+def test_nothing_is_sent_when_p_holds_it_all_by_now() -> None:
+    story = Story()
+    story.place("P0", "D0", fetch=("P1", 8))
+    assert story.allocated("P0", "fetch", 2, 0) == ["P0 Commit fetch 0 pin", "P0 Prefill 8+2 hold"]
+    assert story.inserted("P0", "fetch", 8) == ["P0 has 8"]
+
+
+def test_no_room_for_the_fetch_is_a_plain_prefill() -> None:
+    story = Story()
+    story.place("P0", "D0", fetch=("P1", 8))
+    assert story.refused("P0", "fetch") == ["P0 Prefill 8+2 hold"]
+    assert story.started("P0") == ["D0 Allocate forward 0+10"]
+
+
+def test_a_source_that_has_it_no_more_leaves_a_plain_prefill() -> None:
+    story = Story().until_fetching()
+    assert story.transmit_failed("P1", "fetch") == ["P0 Cancel fetch", "P0 Prefill 8+2 hold"]
+    assert story.started("P0") == ["D0 Allocate forward 0+10"]
+
+
+def test_lost_bytes_leave_a_plain_prefill() -> None:
+    story = Story().until_fetching()
+    story.sent("P1", "fetch", 1, size_bytes=99)
+    assert story.insert_failed("P0", "fetch") == []
+    assert story.started("P0") == ["D0 Allocate forward 0+10"]
+
+
+def test_a_slow_source_is_stopped_and_the_prefill_waits_until_it_is_quiet() -> None:
+    story = Story().until_fetching()
+    assert story.expired("P0", "fetch") == ["P1 Cancel fetch"]
+    assert story.expired("P0", "fetch") == []
+    assert story.transmit_failed("P1", "fetch") == ["P0 Cancel fetch", "P0 Prefill 8+2 hold"]
+    story = Story().until_fetching()
+    story.expired("P0", "fetch")
+    # It had just ended: what it brought is good.
+    assert story.sent("P1", "fetch", 1) == ["P0 Commit fetch 100 pin", "P0 Prefill 8+2 hold"]
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_a_lost_source_leaves_a_plain_prefill(is_ordered: bool) -> None:
+    story = Story()
+    story.place("P0", "D0", fetch=("P1", 8))
+    if is_ordered:
+        story.allocated("P0", "fetch", 1, 1)
+    assert story.lost("P1") == ["P0 Cancel fetch", "P0 Prefill 8+2 hold"]
+    assert story.allocated("P0", "fetch", 1, 1) == []
+
+
+def test_a_source_lost_after_the_fetch_matters_to_nobody() -> None:
+    story = Story().until_fetching()
+    story.sent("P1", "fetch", 1)
+    assert story.lost("P1") == []
+    assert story.inserted("P0", "fetch", 8) == ["P0 has 8"]
+    assert story.started("P0", 8) == ["D0 Allocate forward 0+10"]
+
+
+def test_p_lost_in_the_fetch_is_a_new_placement_and_the_source_stops() -> None:
+    story = Story().until_fetching()
+    assert story.lost("P0") == ["P1 Cancel fetch", "place again"]
+    assert story.place("P1", "D0") == ["P1 Prefill 10 hold"]
+
+
+def test_d_lost_in_the_fetch_is_a_new_placement_after_it() -> None:
+    story = Story().until_fetching()
+    assert story.lost("D0") == []
+    assert story.sent("P1", "fetch", 1) == ["P0 Commit fetch 100 pin", "P0 Abort", "place again"]
+    assert story.inserted("P0", "fetch", 8) == []
+    assert story.place("P0", "D1") == ["P0 Prefill 10 hold"]
+
+
+def test_d_lost_in_a_fetch_that_fails_is_a_new_placement_after_it() -> None:
+    story = Story().until_fetching()
+    story.lost("D0")
+    assert story.transmit_failed("P1", "fetch") == ["P0 Cancel fetch", "P0 Abort", "place again"]
+
+
+def test_d_lost_as_the_source_is_a_new_placement_at_once() -> None:
+    story = Story().until_fetching(source="D0")
+    assert story.lost("D0") == ["P0 Cancel fetch", "P0 Abort", "place again"]
+
+
+def test_a_client_that_leaves_before_anything_is_sent() -> None:
+    story = Story()
+    story.place("P0", "D0", fetch=("P1", 8))
+    assert story.cancel() == ["P0 Cancel fetch", "P0 Abort", "ended"]
+
+
+def test_a_client_that_leaves_in_the_fetch_frees_the_blocks_when_the_source_is_quiet() -> None:
+    story = Story().until_fetching()
+    assert story.cancel() == ["P1 Cancel fetch", "P0 Abort"]
+    assert story.transmit_failed("P1", "fetch") == ["P0 Cancel fetch", "ended"]
+    story = Story().until_fetching()
+    story.cancel()
+    assert story.sent("P1", "fetch", 1) == ["P0 Cancel fetch", "ended"]

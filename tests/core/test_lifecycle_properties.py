@@ -12,31 +12,33 @@ import dataclasses
 import random
 from collections.abc import Callable
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memserve.core.lifecycle import (
+from memserve.core.lifecycle import Phase, RequestLifecycle
+from memserve.core.vocabulary import (
     Action,
     AnyInput,
     ClientCancelled,
     Deliver,
     Ended,
     Fail,
+    Fetch,
     InstanceLost,
     Learned,
     Limits,
     Note,
     Output,
-    Phase,
     PlaceAgain,
     Plan,
-    RequestLifecycle,
     RequestSpec,
     Seat,
     Send,
     StopSeen,
 )
 from memserve.messages import (
+    Allocated,
     AnyEvent,
     Commit,
     Decode,
@@ -95,6 +97,8 @@ class Request:
     lifecycle: RequestLifecycle
     client: Client
     caching: Caching
+    complete: set[TransferId] = dataclasses.field(default_factory=set)
+    """Transfers whose receiver held everything already."""
     sent: set[TransferId] = dataclasses.field(default_factory=set)
     committed: set[TransferId] = dataclasses.field(default_factory=set)
     has_ended: bool = False
@@ -254,7 +258,18 @@ class Cluster:
             self._carry_out(request, request.lifecycle.give_up("no place"), None, None)
             return
         plan = plans[self.choices.pick(len(plans))]
+        if not plan.first_is_private:
+            plan = msgspec.structs.replace(plan, fetch=self._fetch(request, plan.first, seats))
         self._carry_out(request, request.lifecycle.place(plan), None, None)
+
+    def _fetch(self, request: Request, first: Seat, seats: dict[InstanceId, Seat]) -> Fetch | None:
+        """What a hint may lead to: a source that holds as much, or less, or nothing."""
+        num_blocks = len(request.lifecycle.token_ids) // BLOCK_SIZE
+        sources = [seat for seat in seats.values() if seat != first]
+        if not num_blocks or not sources or not self.choices.happens(2):
+            return None
+        num_tokens = (1 + self.choices.pick(num_blocks)) * BLOCK_SIZE
+        return Fetch(sources[self.choices.pick(len(sources))], num_tokens)
 
     def _take_event(self, worker: WorkerModel) -> None:
         event = worker.outbox.popleft()
@@ -266,6 +281,8 @@ class Cluster:
         request = self.requests[_request_of(event)]
         if isinstance(event, Sent):
             request.sent.add(event.transfer_id)
+        if isinstance(event, Allocated) and not event.block_ids:
+            request.complete.add(event.transfer_id)
         self._feed(request, event, event, None)  # type: ignore[arg-type]
 
     def _feed(
@@ -315,7 +332,8 @@ class Cluster:
         assert instance not in self.noticed_lost, f"a dead instance gets {command}"
         assert command.epoch == worker.epoch, f"{command} is for another life"
         if isinstance(command, Commit):
-            assert command.transfer_id in request.sent, "committed before it was sent"
+            is_there = command.transfer_id in request.sent | request.complete
+            assert is_there, "committed before it was sent"
             assert command.transfer_id not in request.committed, "committed twice"
             request.committed.add(command.transfer_id)
         if isinstance(command, Prefill | Decode) and request.lifecycle.spec.resample:
@@ -349,6 +367,7 @@ class Cluster:
         """An instance dies, most likely one that a request runs on."""
         plans = [request.lifecycle.plan for request in self.requests.values()]
         seats = [seat for plan in plans if plan for seat in (plan.first, plan.decode)]
+        seats += [plan.fetch.source for plan in plans if plan and plan.fetch]
         victims = [seat.instance for seat in seats if seat] + list(self.workers)
         worker = self.workers[victims[self.choices.pick(len(victims))]]
         if worker.is_alive:
@@ -430,12 +449,12 @@ CORNERS = [
     *((phase, "Started") for phase in ("unplaced", "prefill", "decode", "drain")),
     *((phase, "Rejected") for phase in ("prefill", "decode", "drain")),
     *((phase, "Finished") for phase in ("unplaced", "handoff", "decode", "return", "drain")),
-    *((phase, "Allocated") for phase in ("prefill", "handoff", "return", "ended")),
-    *((phase, "Refused") for phase in ("prefill", "handoff", "return", "ended")),
-    *((phase, "Expired") for phase in ("prefill", "handoff", "return", "drain")),
-    *((phase, "Sent") for phase in ("handoff", "return", "drain")),
-    *((phase, "TransmitFailed") for phase in ("handoff", "return", "drain")),
-    *((phase, "Inserted") for phase in ("decode", "return", "drain")),
-    *((phase, "InsertFailed") for phase in ("decode", "return")),
+    *((phase, "Allocated") for phase in ("fetch", "prefill", "handoff", "return", "ended")),
+    *((phase, "Refused") for phase in ("fetch", "prefill", "handoff", "return", "ended")),
+    *((phase, "Expired") for phase in ("fetch", "prefill", "handoff", "return", "drain")),
+    *((phase, "Sent") for phase in ("fetch", "handoff", "return", "drain")),
+    *((phase, "TransmitFailed") for phase in ("fetch", "handoff", "return", "drain")),
+    *((phase, "Inserted") for phase in ("prefill", "decode", "return", "drain")),
+    *((phase, "InsertFailed") for phase in ("prefill", "decode", "return")),
 ]
 """(phase, event) pairs that the random schedules must have tried, lest this test grows blind."""

@@ -45,6 +45,7 @@ EXAMPLES: dict[object, object] = {
     dict[str, float]: {"imports": 1.5},
     list[TokenOutput]: [TokenOutput(RequestId("r1"), 1, [5], "stop")],
     Namespace: Namespace("salt", "lora"),
+    typing.Optional[messages.History]: messages.History(Namespace("salt"), [7, 8]),  # noqa: UP045
     type(BLOCK_FIRST): BLOCK_FIRST,
     messages.PoolStats: STATS,
     list[changes.AnyChange]: CHANGES,

@@ -212,9 +212,8 @@ class WorkerModel:
     # ── the engine ────────────────────────────────────────────────────────────────────────────
 
     def _on_prefill(self, command: Prefill) -> None:
-        assert command.request_id not in self._records, "told twice, not forgotten in between"
-        record = self._records[command.request_id] = _Record()
-        self._tell(command.request_id, record, command.prompt_token_ids, command.num_generated)
+        record = self._known(command.request_id, command.known_tokens)
+        self._tell(command.request_id, record, command.token_ids, command.num_generated)
         budget = None if command.whole else 1
         self._enqueue(command, record, budget)
 
@@ -374,7 +373,8 @@ class WorkerModel:
         if reservation is None:
             self._emit(InsertFailed, transfer_id=command.transfer_id, reason="unknown")
             return
-        assert reservation.written_blocks == len(reservation.block_ids), "committed too early"
+        written = reservation.written_blocks or 0
+        assert written == len(reservation.block_ids), "committed too early"
         if command.size_bytes != len(reservation.block_ids) * BLOCK_BYTES:
             self._emit(InsertFailed, transfer_id=command.transfer_id, reason="bytes are missing")
             return
@@ -396,6 +396,9 @@ class WorkerModel:
 
     def _on_transmit(self, command: Transmit) -> None:
         assert command.transfer_id not in self._orders
+        if command.history is not None:
+            self._send_history(command, command.history.token_ids)
+            return
         record = self._records.get(command.request_id)
         order = _Order(command, record or _Record())
         self._orders[command.transfer_id] = order
@@ -404,6 +407,16 @@ class WorkerModel:
         elif record.run is None:
             assert record.pinned_tokens is not None, "ordered to send what it had not to hold"
             self._begin_write(command.transfer_id, order)
+
+    def _send_history(self, command: Transmit, tokens: list[int]) -> None:
+        """It is pinned now, or was evicted; the request stays unknown."""
+        assert tokens == self._truths[command.request_id].sequence[: len(tokens)]
+        assert len(tokens) == (command.first_block + len(command.block_ids)) * BLOCK_SIZE
+        is_held = tuple(tokens) in self.history
+        self._orders[command.transfer_id] = _Order(
+            command, _Record(pinned_tokens=len(tokens) if is_held else None)
+        )
+        self._begin_write(command.transfer_id, self._orders[command.transfer_id])
 
     def _begin_write(self, transfer_id: TransferId, order: _Order) -> None:
         last_block = order.command.first_block + len(order.command.block_ids)

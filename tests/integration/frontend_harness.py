@@ -23,7 +23,8 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from memserve.core.delivery import Delivery
-from memserve.core.lifecycle import (
+from memserve.core.lifecycle import RequestLifecycle
+from memserve.core.vocabulary import (
     Action,
     AnyInput,
     ClientCancelled,
@@ -33,7 +34,6 @@ from memserve.core.lifecycle import (
     Limits,
     Output,
     Plan,
-    RequestLifecycle,
     RequestSpec,
     Seat,
     Send,

@@ -7,15 +7,17 @@ and generates what a test tells it. No process, no model, no waiting: time is a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
+from memserve.core.swap import SwapDecision, SwapLimits
 from memserve.errors import RequestError
 from memserve.messages import (
     Abort,
@@ -31,6 +33,7 @@ from memserve.messages import (
     Expired,
     Finished,
     Heartbeat,
+    History,
     Inserted,
     PeerJoined,
     Prefill,
@@ -49,8 +52,11 @@ from memserve.workers.index_reports import IndexReports
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
 from memserve.workers.requests import decode_request, prefill_request
+from memserve.workers.swap_queue import NoSwaps, SwapQueue, Swaps
+from memserve.workers.swapping import Swapper
 from memserve.workers.transfer import Transfers, private_namespace
 from tests.contract.link_rig import BLOCK_SIZE, buffer_bytes, geometry
+from tests.contract.swap_rig import CheapSwaps, ManualQueues, make_tier
 from tests.contract.transfer_rig import FakeClock, make_hasher, make_pool, prompt
 from tests.integration.worker_harness import request_bytes
 
@@ -73,6 +79,9 @@ class ScriptedEngine:
         self.tables: dict[str, list[int]] = {}
         self.breaks_on_add: Exception | None = None
         self.added: list[EngineCoreRequest] = []
+        self.num_steps = 0
+        self.steps_in_flight = 0
+        """As the fence sees it: a step ends so many calls of `step` later."""
 
     @property
     def num_running(self) -> int:
@@ -92,6 +101,10 @@ class ScriptedEngine:
 
     def held_blocks(self) -> dict[str, list[int]]:
         return dict(self.tables)
+
+    def fence(self) -> Callable[[], bool]:
+        last_step = self.num_steps + self.steps_in_flight
+        return lambda: self.num_steps >= last_step
 
     def add(self, request: EngineCoreRequest) -> None:
         if self.breaks_on_add is not None:
@@ -117,6 +130,7 @@ class ScriptedEngine:
 
     def step(self) -> tuple[EngineCoreOutputs | None, bool]:
         assert self.loop is not None
+        self.num_steps += 1
         for request in list(self.waiting):
             self._schedule(request)
         outputs = []
@@ -169,6 +183,7 @@ class ScriptedChannel:
         self.events: list[AnyEvent] = []
         self.waits: list[float] = []
         self.is_idle_after = 1
+        self.spins = 0
         self.loop: EngineLoop | None = None
 
     def send(self, event: AnyEvent) -> None:
@@ -179,7 +194,12 @@ class ScriptedChannel:
 
     def wait(self, timeout_s: float) -> None:
         self.waits.append(timeout_s)
-        if self.commands or timeout_s <= 0.0:
+        if self.commands:
+            return
+        if timeout_s <= 0.0:
+            self.spins += 1
+            if self.spins > 1000 and self.loop is not None:
+                self.loop.stop()  # it waits for a copy that a test holds back
             return
         self._clock.now_s += timeout_s
         self.is_idle_after -= 1
@@ -189,16 +209,17 @@ class ScriptedChannel:
 
 
 class Bench:
-    """One loop with everything around it."""
+    """One loop with everything around it; with `queues`, it has a DRAM tier that copies on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, queues: ManualQueues | None = None) -> None:
         self.clock = FakeClock()
         self.mempool, self.pool = make_pool(NUM_BLOCKS, clock=self.clock)
         self.engine = ScriptedEngine(self.mempool, self.pool)
         self.channel = ScriptedChannel(self.clock)
         shape = geometry("block_first", NUM_BLOCKS)
         size = buffer_bytes(shape)
-        self.link = FakeLink(bytearray(size), shape, bytearray(size), shape)
+        memory = bytearray(size)
+        self.link = FakeLink(memory, shape, bytearray(size), shape)
         reports = IndexReports(self.mempool, InstanceId("P0"), 1, self.channel.send)
         self.transfers = Transfers(
             self.mempool,
@@ -208,12 +229,20 @@ class Bench:
             1,
             reports.send,
         )
+        self.swaps: Swaps = NoSwaps()
+        if queues is not None:
+            limits = SwapLimits(margin_blocks=0, pinned_blocks=8)
+            tier = make_tier(shape, memory, queues, self.clock)
+            self.swapper = Swapper(self.mempool, tier, limits, self.clock, batch_blocks=4)
+            decision = SwapDecision(CheapSwaps(), BLOCK_SIZE, shape.block_bytes)
+            self.swaps = SwapQueue(self.mempool, self.swapper, decision, limits, self.clock)
         self.loop = EngineLoop(
             InstanceId("P0"),
             1,
             cast(Engine, self.engine),
             self.mempool,
             self.transfers,
+            self.swaps,
             reports,
             self.channel,
             heartbeat_interval_s=1.0,
@@ -228,6 +257,7 @@ class Bench:
         """
         self.channel.commands.extend(commands)
         self.channel.is_idle_after = idle_waits
+        self.channel.spins = 0
         self.channel.events.clear()
         self.loop._is_stopping = False
         self.loop.run()
@@ -251,7 +281,8 @@ def prefill(tokens: list[int], **changes: Any) -> Prefill:
         "request_id": ID,
         "attempt": 1,
         "request": request_bytes(20),
-        "prompt_token_ids": tokens,
+        "known_tokens": 0,
+        "token_ids": tokens,
         "whole": False,
         "hold": True,
         "is_private": False,
@@ -383,6 +414,35 @@ def test_known_tokens_are_not_sent_again(bench: Bench) -> None:
     assert only(events, Started).cached_tokens == 8
     assert len([e for e in events if isinstance(e, Tokens)]) == 2  # of 3 tokens, P made one
     bench.run(Abort(epoch=1, request_id=ID))
+    assert bench.audit().holders == []
+
+
+def test_prefill_goes_on_from_what_was_fetched(bench: Bench) -> None:
+    tokens = prompt(10)
+    bench.run(allocate(tokens[:8]))
+    size = 2 * geometry().block_bytes
+    commit = Commit(epoch=1, transfer_id=TransferId("t"), size_bytes=size, pin=True)
+    events = bench.run(commit, prefill(tokens[8:], known_tokens=8))
+    assert kinds(events)[:2] == [Inserted, Started]
+    assert only(events, Started).cached_tokens == 8
+    assert bench.engine.added[0].prompt_token_ids == tokens
+    bench.run(Abort(epoch=1, request_id=ID))
+    assert bench.audit().holders == []
+
+
+@pytest.mark.parametrize("steps_in_flight", [0, 2])
+def test_history_is_sent_for_an_unknown_request_after_the_steps_in_flight(
+    bench: Bench, steps_in_flight: int
+) -> None:
+    bench.run(JOINED, prefill(prompt(8)))
+    bench.run(Abort(epoch=1, request_id=ID))
+    bench.engine.steps_in_flight = steps_in_flight
+    busy = prefill(prompt(9, seed=1), whole=True, request_id=RequestId("busy"))
+    history = msgspec.structs.replace(transmit(5, 6), history=History(Namespace(), prompt(8)))
+    events = bench.run(busy, history)
+    assert only(events, Sent).num_blocks == 2
+    assert kinds(events)[: kinds(events).index(Sent)].count(Tokens) == steps_in_flight
+    bench.run(Abort(epoch=1, request_id=RequestId("busy")))
     assert bench.audit().holders == []
 
 
@@ -527,7 +587,7 @@ def test_prefill_samples_one_token_whatever_the_client_asked() -> None:
     request = front_end_request(
         min_tokens=5, logprobs=2, prompt_logprobs=1, stop_token_ids=[9], logit_bias={3: 1.0}
     )
-    params = params_of(prefill_request(request, prefill([1, 2]), "r/1", "salt"))
+    params = params_of(prefill_request(request, prefill([1, 2]), [1, 2], "r/1", "salt"))
     assert (params.max_tokens, params.min_tokens, params.n) == (1, 0, 1)
     assert (params.logprobs, params.prompt_logprobs) == (2, 1)  # 37, 38: they come from P
     assert params.skip_reading_prefix_cache
@@ -540,7 +600,7 @@ def test_prefill_samples_one_token_whatever_the_client_asked() -> None:
 def test_prefill_whose_token_is_dropped_has_no_grammar() -> None:
     grammar = StructuredOutputsParams(json={"type": "object"})
     request = front_end_request(structured_outputs=grammar, logprobs=2, prompt_logprobs=0)
-    params = params_of(prefill_request(request, prefill([1], resample=True), "r/1", None))
+    params = params_of(prefill_request(request, prefill([1], resample=True), [1], "r/1", None))
     assert params.structured_outputs is None
     assert params.logprobs is None
     assert params.prompt_logprobs == 0
@@ -549,13 +609,13 @@ def test_prefill_whose_token_is_dropped_has_no_grammar() -> None:
 def test_whole_request_keeps_its_limits_less_what_was_generated() -> None:
     command = prefill([1, 2, 3], whole=True, num_generated=2)
     request = front_end_request(min_tokens=3, prompt_logprobs=1)
-    params = params_of(prefill_request(request, command, "r/2", None))
+    params = params_of(prefill_request(request, command, command.token_ids, "r/2", None))
     assert (params.max_tokens, params.min_tokens) == (18, 1)
     assert params.prompt_logprobs is None  # the client has them from the first attempt
     assert not params.skip_reading_prefix_cache
 
     request = front_end_request(min_tokens=3, prompt_logprobs=1)
-    params = params_of(prefill_request(request, prefill([1], whole=True), "r/1", None))
+    params = params_of(prefill_request(request, prefill([1], whole=True), [1], "r/1", None))
     assert (params.max_tokens, params.min_tokens, params.prompt_logprobs) == (20, 3, 1)
 
 
@@ -571,7 +631,7 @@ def test_decode_reads_the_cache_and_counts_what_was_generated() -> None:
 def test_client_cannot_speak_to_vllm_s_own_transfers() -> None:
     extra = {"kv_transfer_params": {"do_remote_prefill": True}, "mine": 1}
     request = front_end_request(extra_args=extra)
-    params = params_of(prefill_request(request, prefill([1]), "r/1", None))
+    params = params_of(prefill_request(request, prefill([1]), [1], "r/1", None))
     assert params.extra_args == {"mine": 1}
 
 
@@ -587,7 +647,7 @@ def test_request_that_generates_nothing_is_an_error() -> None:
     request = front_end_request()
     request.sampling_params = None
     with pytest.raises(RequestError, match="generates nothing"):
-        prefill_request(request, prefill([1]), "r/1", None)
+        prefill_request(request, prefill([1]), [1], "r/1", None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,406 @@
+"""From measurements to a `Profile`: operators first, then how the engine runs them.
+
+`workers/calibrate.py` measures the samples (`cost_samples.py`); nothing here measures. Beside the
+operators stands `WholeModelFit`, which looks at whole prefills only: for comparison (the paper:
+figure 14).
+
+All fits are least squares of relative errors (`least_squares.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from memserve.core.cost_model import CostModel
+from memserve.core.cost_samples import (
+    REDUCE,
+    AttentionSample,
+    DecodeSample,
+    GemmSample,
+    LinearSample,
+    LinkSample,
+    PrefillSample,
+    Samples,
+)
+from memserve.core.least_squares import columns, mean_error, nonnegative, relative
+from memserve.core.profile import (
+    AttentionFit,
+    Floats,
+    Gemm,
+    GemmFit,
+    LinearFit,
+    LinkFit,
+    Profile,
+    StepFit,
+    step_parts,
+)
+
+_GPU_TILES = ((64, 128), (128, 128), (128, 256), (256, 128), (192, 128), (256, 256))
+_CPU_TILES_M = (1, 4, 8, 16, 32, 64, 128)
+_SCALE_PRIOR = 0.03
+"""How firmly the engine's scales are held near 1: as a relative error of this part of a prefill."""
+_DECODE_SCALE_PRIOR = 0.1
+"""The same for decode steps, whose host time and operators are harder to tell apart."""
+_ROUNDS = 20
+_MOST_GUESSES = 5
+_FLOOR_PENALTY = 0.5
+"""A floor has to explain more than noise, or it would bind where less is computed than was ever
+measured: on a rank of several."""
+_COLUMNS = (
+    "request_s",
+    "prompt_token_s",
+    "host_s",
+    "gemm_scale",
+    "attention_scale",
+    "linear_scale",
+    "floor_s",
+    "graph_floor_s",
+)
+"""What a prefill's time is linear in, once it is known which of its steps a floor bounds."""
+
+
+# ── a profile ─────────────────────────────────────────────────────────────────────────────────
+
+
+def fit_operators(samples: Samples, fallback: Profile) -> Profile:
+    """The profile that these measurements give.
+
+    `fallback`: what to take for links and all-reduce where nothing was measured. Raises: ValueError
+    if an operator of the model has no samples.
+    """
+    links = fit_links(samples.links)
+    profile = Profile(
+        source="calibrated",
+        model=samples.model,
+        device=samples.device,
+        dtype=samples.dtype,
+        engine=samples.engine,
+        created=samples.created,
+        tp=samples.tp,
+        shape=samples.shape,
+        num_sms=samples.num_sms,
+        chunk_tokens=samples.chunk_tokens,
+        graph_sizes=samples.graph_sizes,
+        gemms=_fit_gemms(samples),
+        attention=_fit_attentions(samples.attention),
+        elementwise=_fit_elementwise(samples.elementwise),
+        reduce=links.pop(REDUCE, fallback.reduce),
+        links={**fallback.links, **links},
+    )
+    _check_complete(profile)
+    step = fit_decodes(profile, fit_prefills(profile, samples.prefills), samples.decodes)
+    profile = msgspec.structs.replace(profile, step=step)
+    return msgspec.structs.replace(profile, error=_prefill_error(profile, samples.prefills))
+
+
+def _check_complete(profile: Profile) -> None:
+    shape = profile.shape
+    wanted = {gemm.name for gemm in (*shape.layer_gemms(1), shape.head_gemm(1))}
+    wanted |= {"attention", *shape.elementwise(1)}
+    found = {fit.gemm.name for fit in profile.gemms} | set(profile.elementwise)
+    found |= {"attention"} if profile.attention else set()
+    if missing := wanted - found:
+        raise ValueError(f"nothing was measured of the operators {', '.join(sorted(missing))}")
+
+
+def _fit_gemms(samples: Samples) -> tuple[GemmFit, ...]:
+    by_gemm: dict[Gemm, list[GemmSample]] = {}
+    for sample in samples.gemms:
+        by_gemm.setdefault(sample.gemm, []).append(sample)
+    return tuple(fit_gemm(gemm, found, samples.num_sms) for gemm, found in by_gemm.items())
+
+
+def fit_gemm(gemm: Gemm, samples: Sequence[GemmSample], num_sms: int) -> GemmFit:
+    """The tile size under which waves explain the samples best, then a correction for the rest."""
+    tokens = np.array([sample.tokens for sample in samples], dtype=np.int64)
+    seconds = np.array([sample.seconds for sample in samples])
+    tiles = _GPU_TILES if num_sms > 1 else tuple((rows, gemm.n) for rows in _CPU_TILES_M)
+    fits = [_fit_waves(gemm, tile, tokens, seconds, num_sms) for tile in tiles]
+    best = min(fits, key=lambda fit: mean_error(fit.seconds(tokens, num_sms), seconds))
+    ratios = seconds / best.seconds(tokens, num_sms)
+    by_tokens: dict[int, list[float]] = {}
+    for count, ratio in zip(tokens.tolist(), ratios.tolist(), strict=True):
+        by_tokens.setdefault(count, []).append(ratio)
+    correction = tuple((count, float(np.mean(found))) for count, found in sorted(by_tokens.items()))
+    return msgspec.structs.replace(best, correction=correction)
+
+
+def _fit_waves(
+    gemm: Gemm, tile: tuple[int, int], tokens: np.ndarray, seconds: Floats, num_sms: int
+) -> GemmFit:
+    """With this tile. Which samples are bound by reading comes out of the fit, in turns."""
+    waves = -(-(-(-tokens // tile[0]) * -(-gemm.n // tile[1])) // num_sms)
+    ones = np.ones(len(tokens))
+    wave_terms = np.stack([waves - 1, ones], axis=1).astype(np.float64)
+    read_terms = np.stack([ones, tokens], axis=1).astype(np.float64)
+    is_read = waves == 1
+    wave_s, read_s = np.zeros(2), np.zeros(2)
+    for _ in range(_ROUNDS):
+        if not is_read.all():
+            wave_s = relative(wave_terms[~is_read], seconds[~is_read])
+        if is_read.any():
+            read_s = relative(read_terms[is_read], seconds[is_read])
+        changed = read_terms @ read_s > wave_terms @ wave_s
+        if (changed == is_read).all():
+            break
+        is_read = changed
+    return GemmFit(
+        gemm=gemm,
+        tile_m=tile[0],
+        tile_n=tile[1],
+        full_wave_s=float(wave_s[0]),
+        last_wave_s=float(wave_s[1]),
+        read_s=float(read_s[0]),
+        read_token_s=float(read_s[1]),
+    )
+
+
+def _fit_attentions(samples: Iterable[AttentionSample]) -> tuple[AttentionFit, ...]:
+    by_heads: dict[tuple[int, int], list[AttentionSample]] = {}
+    for sample in samples:
+        by_heads.setdefault((sample.num_heads, sample.num_kv_heads), []).append(sample)
+    return tuple(_fit_attention(*heads, found) for heads, found in by_heads.items())
+
+
+def _fit_attention(
+    num_heads: int, num_kv_heads: int, samples: Sequence[AttentionSample]
+) -> AttentionFit:
+    prefills = [sample for sample in samples if sample.new_tokens > 1]
+    decodes = [sample for sample in samples if sample.new_tokens == 1]
+    if not prefills or not decodes:
+        raise ValueError(f"attention with {num_heads} heads: prefill and decode samples are needed")
+    new, cached, seconds = columns((s.new_tokens, s.cached_tokens, s.seconds) for s in prefills)
+    terms = np.stack([new * cached, new * new, new, cached, np.ones(len(new))], axis=1)
+    prefill = relative(terms, seconds, least=0.02)
+    requests, context, seconds = columns(
+        (s.num_requests, s.num_requests * (s.cached_tokens + 1), s.seconds) for s in decodes
+    )
+    decode = relative(np.stack([np.ones(len(requests)), requests, context], axis=1), seconds)
+    return AttentionFit(num_heads, num_kv_heads, *prefill.tolist(), *decode.tolist())
+
+
+def _fit_elementwise(samples: Iterable[LinearSample]) -> dict[str, LinearFit]:
+    by_name: dict[str, list[LinearSample]] = {}
+    for sample in samples:
+        by_name.setdefault(sample.name, []).append(sample)
+    fits = {}
+    for name, found in by_name.items():
+        elements, seconds = columns((sample.elements, sample.seconds) for sample in found)
+        terms = np.stack([np.ones(len(elements)), elements], axis=1)
+        fits[name] = LinearFit(*relative(terms, seconds).tolist())
+    return fits
+
+
+def fit_links(samples: Iterable[LinkSample]) -> dict[str, LinkFit]:
+    """Kind of link → fixed part and bandwidth. A kind needs two sizes."""
+    by_link: dict[str, list[LinkSample]] = {}
+    for sample in samples:
+        by_link.setdefault(sample.link, []).append(sample)
+    fits = {}
+    for link, found in by_link.items():
+        sizes, seconds = columns((sample.size_bytes, sample.seconds) for sample in found)
+        fixed_s, byte_s = relative(np.stack([np.ones(len(sizes)), sizes], axis=1), seconds).tolist()
+        if byte_s > 0:
+            fits[link] = LinkFit(fixed_s, 1 / byte_s)
+    return fits
+
+
+# ── steps of the engine ───────────────────────────────────────────────────────────────────────
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    """One step of a measured prefill: its operators' seconds, and which floor it has."""
+
+    gemms_s: float
+    linear_s: float
+    attention_s: float
+    has_graph: bool
+
+
+def fit_prefills(profile: Profile, samples: Sequence[PrefillSample]) -> StepFit:
+    """How the engine turns the profile's operators into prefills.
+
+    Linear once it is known which steps the launches bound; that is guessed, fitted and corrected in
+    turns. Without samples the operators are taken as they are.
+    """
+    if not samples:
+        return profile.step
+    chunks = [list(_chunks(profile, sample)) for sample in samples]
+    seconds = np.array([sample.seconds for sample in samples])
+    starts = itertools.product(
+        *(_floors(seconds, chunks, has_graph) for has_graph in (False, True))
+    )
+    fits = [
+        _settle(samples, chunks, StepFit(floor_s=floor_s, graph_floor_s=graph_floor_s))
+        for floor_s, graph_floor_s in starts
+    ]
+
+    def badness(step: StepFit) -> float:
+        num_floors = (step.floor_s > 0) + (step.graph_floor_s > 0)
+        error = mean_error(_predict(step, samples, chunks), seconds)
+        return error * (1 + _FLOOR_PENALTY * num_floors)
+
+    return min(fits, key=badness)
+
+
+def _floors(seconds: Floats, chunks: Sequence[Sequence[_Chunk]], has_graph: bool) -> list[float]:
+    """Guesses: none, and what the quickest prefills of that kind took."""
+    kind = [
+        total
+        for total, steps in zip(seconds.tolist(), chunks, strict=True)
+        if len(steps) == 1 and steps[0].has_graph == has_graph
+    ]
+    return [0.0, *sorted(kind)[:_MOST_GUESSES]]
+
+
+def _settle(
+    samples: Sequence[PrefillSample], chunks: Sequence[Sequence[_Chunk]], step: StepFit
+) -> StepFit:
+    """From a first guess: which steps are bound, the best fit to that, and again."""
+    is_bound: list[list[bool]] = []
+    for _ in range(_ROUNDS):
+        changed = [[_is_bound(step, chunk) for chunk in steps] for steps in chunks]
+        if changed == is_bound:
+            break
+        is_bound = changed
+        step = _fit_bound(samples, chunks, is_bound)
+    return step
+
+
+def _predict(
+    step: StepFit, samples: Sequence[PrefillSample], chunks: Sequence[Sequence[_Chunk]]
+) -> Floats:
+    """Seconds of the samples' prefills."""
+    return np.array(
+        [
+            step.request_s
+            + sample.num_tokens * step.prompt_token_s
+            + sum(max(_work_s(step, chunk), _floor_s(step, chunk)) for chunk in steps)
+            for sample, steps in zip(samples, chunks, strict=True)
+        ]
+    )
+
+
+def _chunks(profile: Profile, sample: PrefillSample) -> Iterator[_Chunk]:
+    attention = profile.attention_fit(*profile.shape.heads(profile.tp))
+    before = min(sample.cached_tokens, sample.num_tokens - 1)
+    while before < sample.num_tokens:
+        tokens = min(profile.chunk_tokens, sample.num_tokens - before)
+        parts = step_parts(profile, profile.tp, np.array([tokens]))
+        yield _Chunk(
+            gemms_s=float(parts.gemms_s[0]),
+            linear_s=float(parts.linear_s[0]),
+            attention_s=profile.shape.num_layers * attention.prefill_s(tokens, before),
+            has_graph=bool(profile.graph_sizes) and tokens <= profile.graph_sizes[-1],
+        )
+        before += tokens
+
+
+def _is_bound(step: StepFit, chunk: _Chunk) -> bool:
+    return _work_s(step, chunk) < _floor_s(step, chunk)
+
+
+def _work_s(step: StepFit, chunk: _Chunk) -> float:
+    work_s = step.host_s + step.gemm_scale * chunk.gemms_s + step.linear_scale * chunk.linear_s
+    return work_s + step.attention_scale * chunk.attention_s
+
+
+def _floor_s(step: StepFit, chunk: _Chunk) -> float:
+    return step.graph_floor_s if chunk.has_graph else step.floor_s
+
+
+def _fit_bound(
+    samples: Sequence[PrefillSample],
+    chunks: Sequence[Sequence[_Chunk]],
+    is_bound: Sequence[Sequence[bool]],
+) -> StepFit:
+    """The fit when it is known which steps are bound by their floor."""
+    rows = []
+    for sample, steps, bounds in zip(samples, chunks, is_bound, strict=True):
+        row = np.zeros(8)
+        row[:2] = 1.0, sample.num_tokens
+        for chunk, bound in zip(steps, bounds, strict=True):
+            if bound:
+                row[7 if chunk.has_graph else 6] += 1.0
+            else:
+                row[2:6] += 1.0, chunk.gemms_s, chunk.attention_s, chunk.linear_s
+        rows.append(row)
+    seconds = np.array([sample.seconds for sample in samples])
+    prior = np.zeros((3, 8))
+    prior[np.arange(3), (3, 4, 5)] = _SCALE_PRIOR * len(samples) ** 0.5
+    terms = np.vstack([np.array(rows) / seconds[:, None], prior])
+    target = np.concatenate([np.ones(len(seconds)), prior.sum(axis=1)])
+    found = nonnegative(terms, target)
+    return StepFit(**dict(zip(_COLUMNS, found.tolist(), strict=True)))
+
+
+def fit_decodes(profile: Profile, step: StepFit, samples: Sequence[DecodeSample]) -> StepFit:
+    """`step`, with what decode steps cost besides their operators."""
+    if not samples:
+        return step
+    attention = profile.attention_fit(*profile.shape.heads(profile.tp))
+    rows = np.array([sample.num_requests for sample in samples], dtype=np.int64)
+    context = np.array([sample.context_tokens for sample in samples], dtype=np.float64)
+    seconds = np.array([sample.seconds for sample in samples])
+    parts = step_parts(profile, profile.tp, rows, rows)
+    attention_s = attention.decode_fixed_s + rows * attention.decode_request_s
+    attention_s = attention_s + context * attention.decode_context_s
+    work = parts.gemms_s + parts.linear_s + profile.shape.num_layers * attention_s
+    terms = np.stack([np.ones(len(rows)), rows, work], axis=1) / seconds[:, None]
+    prior = np.array([[0.0, 0.0, _DECODE_SCALE_PRIOR * len(samples) ** 0.5]])
+    target = np.concatenate([np.ones(len(rows)), prior.sum(axis=1)])
+    host_s, request_s, scale = nonnegative(np.vstack([terms, prior]), target).tolist()
+    return msgspec.structs.replace(
+        step, decode_host_s=host_s, decode_request_s=request_s, decode_scale=scale
+    )
+
+
+def _prefill_error(profile: Profile, samples: Sequence[PrefillSample]) -> float | None:
+    if not samples:
+        return None
+    model = CostModel(profile)
+    predicted = np.array([model.exec_s(s.num_tokens, s.cached_tokens) for s in samples])
+    return mean_error(predicted, np.array([sample.seconds for sample in samples]))
+
+
+# ── whole prefills, for comparison ────────────────────────────────────────────────────────────
+
+
+class WholeModelFit(msgspec.Struct, frozen=True):
+    """Seconds of a prefill as one polynomial, with nothing known of what is inside it.
+
+    `a·n·c + b·n² + c·n + d·c + e` with n tokens computed after c cached ones.
+    """
+
+    tp: int
+    coefficients: tuple[float, ...]
+
+    def exec_s(self, num_tokens: int, cached_tokens: int = 0) -> float:
+        """As `CostModel.exec_s`."""
+        terms = _whole_terms(np.array([num_tokens]), np.array([cached_tokens]))
+        return float((terms @ np.array(self.coefficients))[0])
+
+    def with_tp(self, tp: int) -> WholeModelFit:
+        """All it can do: divide by the number of ranks."""
+        ratio = self.tp / tp
+        return WholeModelFit(tp, tuple(ratio * number for number in self.coefficients))
+
+
+def fit_whole_model(prefills: Sequence[PrefillSample], tp: int = 1) -> WholeModelFit:
+    """The best polynomial. Raises: ValueError without samples."""
+    if not prefills:
+        raise ValueError("a whole-model fit needs prefills")
+    total, cached, seconds = columns(
+        (sample.num_tokens, sample.cached_tokens, sample.seconds) for sample in prefills
+    )
+    return WholeModelFit(tp, tuple(relative(_whole_terms(total, cached), seconds).tolist()))
+
+
+def _whole_terms(total: np.ndarray, cached: np.ndarray) -> Floats:
+    before = np.minimum(cached, total - 1).astype(np.float64)
+    new = total - before
+    return np.stack([new * before, new * new, new, before, np.ones(len(new))], axis=1)

@@ -1,0 +1,210 @@
+"""What a prefill, a decode step and a move of KV will cost, in seconds.
+
+Pure arithmetic over a `Profile` (`profile.py`: what was calibrated; `builtin.py`: without
+calibration; `cost_fit.py`: fitting). Used by `policy.py` to place requests and to decide between
+fetching and recomputing, and by the simulator in place of engines. The paper: section 6.
+
+A prompt is computed in steps of at most `chunk_tokens`, each of which costs
+
+    max(floor, host + products(n) + element-wise operators(n) + attention(n, c))
+
+with n the tokens that the step computes and c those before them. All that depends on n alone is
+tabulated when the model is built; the attention of all full chunks is summed in closed form. So a
+call costs about a microsecond, however long the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from memserve.core.builtin import BUILT_IN, built_in
+from memserve.core.profile import Floats, ModelShape, Profile, step_parts
+
+__all__ = ["BUILT_IN", "CostModel", "ModelShape", "Profile", "built_in"]
+
+_DECODE_ROWS = 1024
+"""Decode batches up to this size are looked up; larger ones cost in proportion."""
+_OBSERVATION_WEIGHT = 0.05
+_MOST_CORRECTION = 2.0
+_MOST_SURPRISE = 4.0
+"""One observation counts at most this far from what was expected."""
+
+
+class CostModel:
+    """Costs on one kind of instance. Only `observe` mutates."""
+
+    def __init__(self, profile: Profile, tp: int | None = None) -> None:
+        """`tp`: the degree to predict for; None: the one that the profile was calibrated at."""
+        self.profile = profile
+        self.tp = profile.tp if tp is None else tp
+        if self.tp < 1:
+            raise ValueError(f"a tensor-parallel degree of {self.tp}; allowed: 1 or more")
+        self._factor = 1.0
+        step, layers = profile.step, profile.shape.num_layers
+        self._chunk = profile.chunk_tokens
+        self._graph_tokens = profile.graph_sizes[-1] if profile.graph_sizes else 0
+        attention = profile.attention_fit(*profile.shape.heads(self.tp))
+        scale = layers * step.attention_scale
+        self._cached_pair_s = attention.cached_pair_s * scale
+        self._new_pair_s = attention.new_pair_s * scale
+        self._token_s = attention.token_s * scale
+        self._read_s = attention.read_s * scale
+        self._fixed_s = attention.fixed_s * scale
+        tokens = np.arange(self._chunk + 1, dtype=np.int64)
+        parts = step_parts(profile, self.tp, tokens)
+        self._dense: list[float] = (
+            step.host_s + step.gemm_scale * parts.gemms_s + step.linear_scale * parts.linear_s
+        ).tolist()
+        scale = layers * step.decode_scale
+        rows = np.arange(_DECODE_ROWS + 1, dtype=np.int64)
+        parts = step_parts(profile, self.tp, rows, rows)
+        self._decode_request_s = step.decode_request_s + scale * attention.decode_request_s
+        self._decode_context_s = scale * attention.decode_context_s
+        self._decode: list[float] = (
+            step.decode_host_s
+            + step.decode_scale * (parts.gemms_s + parts.linear_s)
+            + scale * attention.decode_fixed_s
+            + rows * self._decode_request_s
+        ).tolist()
+
+    @property
+    def source(self) -> str:
+        """Where the profile comes from, for status."""
+        return self.profile.source
+
+    @property
+    def factor(self) -> float:
+        """What observed prefills took, over what the profile says: within [0.5, 2]."""
+        return self._factor
+
+    # Prefill.
+
+    def exec_s(self, num_tokens: int, cached_tokens: int = 0) -> float:
+        """The paper's exec(x, y): one prefill of `num_tokens`, of which `cached_tokens` are cached.
+
+        At least the last token is computed. 0 for an empty prompt.
+        """
+        if num_tokens <= 0:
+            return 0.0
+        before = min(max(cached_tokens, 0), num_tokens - 1)
+        last = num_tokens - before
+        seconds = 0.0
+        if last > self._chunk:
+            full = (last - 1) // self._chunk
+            seconds = self._full_chunks_s(full, before)
+            before += full * self._chunk
+            last -= full * self._chunk
+        seconds += self._chunk_s(last, before)
+        return self._factor * (seconds + self.request_s(num_tokens))
+
+    def exec_many(self, num_tokens: int, cached_tokens: npt.ArrayLike) -> Floats:
+        """`exec_s` of one prompt on many instances. Shape: that of `cached_tokens`."""
+        cached = np.asarray(cached_tokens, dtype=np.int64)
+        known, places = np.unique(cached, return_inverse=True)
+        costs = [self.exec_s(num_tokens, tokens) for tokens in known.tolist()]
+        return np.array(costs, dtype=np.float64)[places].reshape(cached.shape)
+
+    def request_s(self, num_tokens: int) -> float:
+        """The part of `exec_s` that belongs to no step: taking a prompt in."""
+        step = self.profile.step
+        return step.request_s + num_tokens * step.prompt_token_s
+
+    def _chunk_s(self, tokens: int, before: int) -> float:
+        """One step that computes nothing else."""
+        seconds = self._dense[tokens] + self._attention_s(tokens, before)
+        return max(seconds, self._floor_s(tokens))
+
+    def _full_chunks_s(self, count: int, before: int) -> float:
+        """The first `count` chunks: each attends to `chunk_tokens` more than the one before it."""
+        chunk = self._chunk
+        first = self._dense[chunk] + self._attention_s(chunk, before)
+        if first < self._floor_s(chunk):
+            return sum(self._chunk_s(chunk, before + index * chunk) for index in range(count))
+        growth = (chunk * self._cached_pair_s + self._read_s) * chunk
+        return count * first + growth * (count * (count - 1) // 2)
+
+    def _attention_s(self, tokens: int, before: int) -> float:
+        pairs = self._cached_pair_s * before + self._new_pair_s * tokens + self._token_s
+        return tokens * pairs + self._read_s * before + self._fixed_s
+
+    def _floor_s(self, tokens: int) -> float:
+        step = self.profile.step
+        return step.graph_floor_s if tokens <= self._graph_tokens else step.floor_s
+
+    # Steps.
+
+    def step_s(
+        self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
+    ) -> float:
+        """One engine step that computes chunks of prompts and one token each of running requests.
+
+        `chunks`: tokens to compute, and tokens before them. `context_tokens`: summed over the
+        `num_decodes` running requests. A step has at most `chunk_tokens` tokens in all: of more,
+        only the attention grows.
+        """
+        if not chunks:
+            return self.decode_step_s(num_decodes, context_tokens)
+        tokens = num_decodes + sum(new for new, _ in chunks)
+        seconds = self._dense[min(tokens, self._chunk)]
+        seconds += sum(self._attention_s(new, before) for new, before in chunks)
+        seconds += num_decodes * self._decode_request_s + context_tokens * self._decode_context_s
+        return self._factor * max(seconds, self._floor_s(tokens))
+
+    def decode_step_s(self, num_requests: int, context_tokens: int) -> float:
+        """One decode step of a batch whose contexts sum up to `context_tokens`.
+
+        0 for no request.
+        """
+        if num_requests <= 0:
+            return 0.0
+        if num_requests > _DECODE_ROWS:
+            dense = self._decode[_DECODE_ROWS] * num_requests / _DECODE_ROWS
+        else:
+            dense = self._decode[num_requests]
+        return dense + context_tokens * self._decode_context_s
+
+    # Moving KV.
+
+    def transfer_s(self, size_bytes: int, link: str) -> float:
+        """Moving KV over an idle link of this kind. 0 for no bytes.
+
+        Raises: ValueError for a kind of link that the profile does not know.
+        """
+        fit = self.profile.links.get(link)
+        if fit is None:
+            known = ", ".join(sorted(self.profile.links))
+            raise ValueError(f"no costs are known of the link {link!r}; known: {known}")
+        return fit.seconds(size_bytes) if size_bytes > 0 else 0.0
+
+    def swap_in_s(self, size_bytes: int) -> float:
+        """Moving KV from DRAM to HBM: `transfer_s` over the link `dram`."""
+        return self.transfer_s(size_bytes, "dram")
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Size of the KV of that many tokens, over all ranks."""
+        return num_tokens * self.profile.shape.kv_bytes_per_token
+
+    # Other degrees, and what was observed.
+
+    def with_tp(self, tp: int) -> CostModel:
+        """The prediction for another degree of tensor parallelism; starts with factor 1.
+
+        Raises: ValueError for less than one rank.
+        """
+        return CostModel(self.profile, tp)
+
+    def observe(self, num_tokens: int, cached_tokens: int, seconds: float) -> None:
+        """Mutates: one prefill really took `seconds` (computing alone, without its queue).
+
+        Corrects `exec_s` and the steps with prompts slowly and within bounds, by one factor.
+        Nothing is learnt from an empty prompt or a time of 0.
+        """
+        expected = self.exec_s(num_tokens, cached_tokens)
+        if expected <= 0 or seconds <= 0:
+            return
+        surprise = min(max(seconds / expected, 1 / _MOST_SURPRISE), _MOST_SURPRISE)
+        factor = self._factor * surprise**_OBSERVATION_WEIGHT
+        self._factor = min(max(factor, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
