@@ -104,6 +104,19 @@ def test_keys_that_take_text_take_any_word(text: str) -> None:
     assert _set(f'models.served_name="{text}"').models.served_name == text
 
 
+def test_loras_are_a_table_in_a_file_and_in_an_assignment(tmp_path: Path) -> None:
+    loras = {"sql": "/adapters/sql", "my chat": "~/chat"}
+    path = _file(tmp_path, "[models.loras]\nsql = '/adapters/sql'\n'my chat' = '~/chat'\n")
+    from_file = load(config_file=path)
+    assert from_file.config.models.loras == loras
+    assert _set("models.loras={sql = '/adapters/sql', 'my chat' = '~/chat'}").models.loras == loras
+    again = load(config_file=_file(tmp_path, to_toml(from_file)))
+    assert again.config.models.loras == loras
+    for wrong in ("models.loras=7", "models.loras={sql = 7}"):
+        assert 'allowed: a table of names and folders: { name = "folder" }' in str(_refusal(wrong))
+    assert "models.loras" in str(_refusal("engine.enable_lora=true"))
+
+
 def test_an_assignment_sets_one_key_only() -> None:
     assert config_layers.parse_value("1\nother = 2") == "1\nother = 2"
 
