@@ -33,7 +33,7 @@ from memserve.changes import AnyChange, Inserted
 from memserve.core.radix import Cursor, Insertion, Locations, Match, RadixIndex
 from memserve.core.tokens import Path, pack
 from memserve.errors import OutOfBlocksError
-from memserve.types import BlockId, Medium, Namespace
+from memserve.types import BlockId, Medium, Namespace, SlotId
 from memserve.workers.owners import Owners
 from memserve.workers.pools import BlockCounts, Peer, Pool, RunningRequest, SlotOwner
 
