@@ -237,11 +237,18 @@ def test_what_is_cached_is_saved() -> None:
     assert costs[-1] < costs[0] / 3
 
 
-def test_one_prompt_on_many_instances() -> None:
+@given(profiles, st.integers(0, 700), st.lists(st.integers(-5, 800), max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_one_prompt_on_many_instances(name: str, num_tokens: int, cached: list[int]) -> None:
+    model = CostModel(PROFILES[name])
+    model.observe(300, 0, 1.0)
+    expected = [model.exec_s(num_tokens, tokens) for tokens in cached]
+    assert model.exec_many(num_tokens, cached).tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_many_instances_keep_their_shape() -> None:
     model = CostModel(make_profile())
-    cached = np.array([[0, 64, 0], [500, 499, 64]])
-    expected = [[model.exec_s(500, tokens) for tokens in row] for row in cached.tolist()]
-    assert model.exec_many(500, cached).tolist() == expected
+    assert model.exec_many(500, np.array([[0, 64, 0], [500, 499, 64]])).shape == (2, 3)
     assert model.exec_many(500, []).shape == (0,)
 
 
