@@ -377,6 +377,13 @@ def test_an_h200_s_built_in_profile_is_right_within_a_factor_of_two(
     assert 0.5 < model.exec_s(num_tokens) / measured_s < 2
 
 
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H200"])
+def test_two_ranks_compute_long_prompts_in_about_half_the_time(device: str) -> None:
+    profile = built_in(ModelShape.from_config(LLAMA_13B), device)
+    model = CostModel(msgspec.structs.replace(profile, reduce=LinkFit(0.0, float("inf"))))
+    assert model.with_tp(2).exec_s(8192) / model.exec_s(8192) == pytest.approx(0.5, abs=0.05)
+
+
 def test_an_unknown_gpu_is_taken_for_a_slow_one() -> None:
     shape = ModelShape.from_config(LLAMA_8B)
     costs = [CostModel(built_in(shape, name)).exec_s(4096) for name in ("H200", "A100", "?")]
