@@ -36,6 +36,7 @@ from memserve.messages import (
     Transmit,
 )
 from memserve.types import Geometry, InstanceId, Namespace, RequestId, TransferId
+from memserve.workers.engine_pool import EnginePool
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.shm import open_shm
 from memserve.workers.mempool import MemPool
@@ -74,19 +75,19 @@ class Side:
         self.buffer = KvBuffer.create(NUM_BLOCKS * LAYERS * PAGE_BYTES)
         hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
-        def make_request(tokens: Sequence[int], salt: str | None) -> Request:
+        def make_request(tokens: Sequence[int], namespace: Namespace) -> Request:
             return Request(
                 request_id="key",
                 prompt_token_ids=list(tokens),
                 sampling_params=SamplingParams(max_tokens=1),
                 pooling_params=None,
                 arrival_time=0.0,
-                cache_salt=salt,
+                cache_salt=namespace.cache_salt,
                 block_hasher=hasher,
             )
 
         pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_SIZE)
-        self.mempool = MemPool(pool, BLOCK_SIZE, make_request, 1)
+        self.mempool = MemPool(EnginePool(pool, make_request), BLOCK_SIZE, reserve_blocks=1)
         self.events: list[AnyEvent] = []
         self.transfers = Transfers(
             self.mempool,
@@ -94,7 +95,6 @@ class Side:
             lambda peer: open_shm(self.buffer, self.geometry, peer),
             self.id,
             1,
-            time.perf_counter,
             self.events.append,
         )
 

@@ -6,42 +6,61 @@ the request's lifecycle, so no path through it can leave a charge behind.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import KeysView, Mapping
 
 import msgspec
+import numpy as np
 
+from memserve.core.cost_model import CostModel
 from memserve.core.lifecycle import Phase, RequestLifecycle
-from memserve.core.policy import InstanceView
+from memserve.core.loads import Loads, Share
+from memserve.core.pending import Pending
 from memserve.core.vocabulary import Seat
 from memserve.messages import Sent, Transmit, TransmitFailed
 from memserve.status import Counters, LinkStatus
 from memserve.types import InstanceId, RequestId, Role, TransferId
 
+_EXPECTED_TOKENS = 128
+_FIRST_PHASES = (Phase.FETCH, Phase.PREFILL)
 
-class Member(msgspec.Struct):
-    """A ready instance, with the load that the scheduler has put on it."""
+
+class _Member(msgspec.Struct, frozen=True):
+    """A ready instance."""
 
     seat: Seat
     role: Role
-    queued_tokens: int = 0
-    """Prompt tokens placed here and not yet computed."""
-    running_requests: int = 0
-    running_tokens: int = 0
 
 
 class _Charge(msgspec.Struct, frozen=True):
     """The load of one request on one instance."""
 
     seat: Seat
-    queued_tokens: int
-    running_tokens: int
+    share: Share
 
 
 class Members:
-    """The ready instances and what each has to do."""
+    """The ready instances and what each has to do.
 
-    def __init__(self) -> None:
-        self._members: dict[InstanceId, Member] = {}
+    An instance has enough to do, and is not open to more, while it has `max_running` requests or
+    `max_queued_tokens` prompt tokens to compute.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[InstanceId, Role],
+        cost: CostModel,
+        max_running: int,
+        max_queued_tokens: int,
+    ) -> None:
+        self.loads = Loads(roles, cost)
+        """For the policy to read."""
+        self.pending = Pending(list(roles))
+        """Prompts that were placed, and are not computed yet."""
+        self._max_running = max_running
+        self._max_queued_tokens = max_queued_tokens
+        self._num_open: Counter[Role] = Counter()
+        self._members: dict[InstanceId, _Member] = {}
         self._charges: dict[RequestId, tuple[_Charge, ...]] = {}
 
     @property
@@ -52,68 +71,122 @@ class Members:
         member = self._members.get(seat.instance)
         return member is not None and member.seat == seat
 
-    def get(self, instance: InstanceId) -> Member | None:
-        return self._members.get(instance)
-
     def seat(self, instance: InstanceId) -> Seat:
         """The present life of a ready instance. Raises: KeyError."""
         return self._members[instance].seat
 
+    @property
+    def open_roles(self) -> set[Role]:
+        """Roles with an instance that is open to more."""
+        return {role for role, count in self._num_open.items() if count}
+
     def add(self, seat: Seat, role: Role) -> None:
-        self._members[seat.instance] = Member(seat, role)
+        self._members[seat.instance] = _Member(seat, role)
+        self.loads.start(seat.instance)
+        self._num_open[role] += 1
 
     def remove(self, seat: Seat) -> bool:
         """Whether this life was a member."""
         if seat not in self:
             return False
-        del self._members[seat.instance]
+        member = self._members.pop(seat.instance)
+        self._num_open[member.role] -= self._is_open(seat.instance)
+        self.loads.end(seat.instance)
         return True
 
-    def views(self, matches: Mapping[InstanceId, int]) -> list[InstanceView]:
-        """What the policy sees; `matches`: instance → cached tokens of the prompt."""
-        return [
-            InstanceView(
-                instance=member.seat.instance,
-                role=member.role,
-                queued_tokens=member.queued_tokens,
-                running_requests=member.running_requests,
-                running_tokens=member.running_tokens,
-                cached_tokens=matches.get(member.seat.instance, 0),
-            )
-            for member in self._members.values()
-        ]
-
-    def charge(self, lifecycle: RequestLifecycle, missing_tokens: int) -> None:
+    def charge(
+        self, lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float, now: float
+    ) -> None:
         """Make the books agree with where the request is now.
 
-        `missing_tokens`: prompt tokens that its first instance has to compute.
+        `missing_tokens`, `prefill_s`: what its first instance has to compute, and for how long.
         """
+        if not _is_prefilling(lifecycle):
+            self.pending.remove(lifecycle.spec.id)
         before = self._charges.pop(lifecycle.spec.id, ())
-        now = _charges(lifecycle, missing_tokens)
-        if now:
-            self._charges[lifecycle.spec.id] = now
-        if now == before:
+        after = _charges(lifecycle, missing_tokens, prefill_s)
+        if after:
+            self._charges[lifecycle.spec.id] = after
+        if after == before:
             return
-        for sign, charges in ((-1, before), (1, now)):
+        for charge in before:
+            if charge.seat in self:
+                self.loads.remove(charge.seat.instance, charge.share, now)
+                self._reckon(charge.seat.instance)
+        for charge in after:
+            if charge.seat in self:
+                self.loads.add(charge.seat.instance, charge.share, now)
+                self._reckon(charge.seat.instance)
+
+    def check_integrity(self, lifecycles: Mapping[RequestId, RequestLifecycle]) -> None:
+        """Raises: AssertionError if the loads are not those of these requests, at their phases."""
+        assert self._charges.keys() <= lifecycles.keys()
+        loads = self.loads
+        context, requests, queued, prefills = (
+            np.zeros(len(loads.instances), np.int64) for _ in range(4)
+        )
+        for id, charges in self._charges.items():
+            assert [charge.seat for charge in charges] == _seats(lifecycles[id])
             for charge in charges:
                 if charge.seat in self:
-                    member = self._members[charge.seat.instance]
-                    member.queued_tokens += sign * charge.queued_tokens
-                    member.running_tokens += sign * charge.running_tokens
-                    member.running_requests += sign
+                    slot = loads.slots[charge.seat.instance]
+                    requests[slot] += 1
+                    context[slot] += charge.share.context_tokens
+                    queued[slot] += charge.share.queued_tokens
+                    prefills[slot] += charge.share.prefill_s > 0
+        assert not any(
+            _seats(lifecycle) for id, lifecycle in lifecycles.items() if id not in self._charges
+        )
+        assert (requests == loads.num_requests).all() and (context == loads.context_tokens).all()
+        assert (queued == loads.queued_tokens).all() and (prefills == loads.num_prefills).all()
+        num_open = Counter(m.role for id, m in self._members.items() if self._is_open(id))
+        assert +self._num_open == num_open
+
+    def _is_open(self, instance: InstanceId) -> bool:
+        return bool(self.loads.is_open[self.loads.slots[instance]])
+
+    def _reckon(self, instance: InstanceId) -> None:
+        """See whether it is open still, or again."""
+        slot = self.loads.slots[instance]
+        is_open = bool(
+            self.loads.num_requests[slot] < self._max_running
+            and self.loads.queued_tokens[slot] < self._max_queued_tokens
+        )
+        self._num_open[self._members[instance].role] += is_open - self._is_open(instance)
+        self.loads.is_open[slot] = is_open
 
 
-def _charges(lifecycle: RequestLifecycle, missing_tokens: int) -> tuple[_Charge, ...]:
+def _is_prefilling(lifecycle: RequestLifecycle) -> bool:
+    """Whether its prompt is still to be computed, and wanted."""
+    is_first = lifecycle.phase in _FIRST_PHASES
+    return is_first and not lifecycle.is_prompt_computed and not lifecycle.is_client_done
+
+
+def _charges(
+    lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float
+) -> tuple[_Charge, ...]:
     plan = lifecycle.plan
     if plan is None or lifecycle.is_client_done:
         return ()
-    num_prompt = len(lifecycle.spec.prompt_token_ids)
-    is_prefilling = lifecycle.phase is Phase.PREFILL
-    queued = missing_tokens if is_prefilling and not lifecycle.generated else 0
+    context_tokens = len(lifecycle.spec.prompt_token_ids)
+    running = Share(context_tokens)
+    prefilling = Share(context_tokens, prefill_s, missing_tokens)
+    if lifecycle.phase not in _FIRST_PHASES:
+        return (_Charge(plan.decode or plan.first, running),)
+    first = _Charge(plan.first, prefilling if _is_prefilling(lifecycle) else running)
+    return (first,) if plan.decode is None else (first, _Charge(plan.decode, running))
+
+
+def _seats(lifecycle: RequestLifecycle) -> list[Seat]:
+    """Where a request is something to do, now or next."""
+    plan = lifecycle.plan
+    if plan is None or lifecycle.is_client_done:
+        return []
     if plan.decode is None:
-        return (_Charge(plan.first, queued, num_prompt),)
-    decode = _Charge(plan.decode, 0, num_prompt)
-    return (_Charge(plan.first, queued, num_prompt), decode) if is_prefilling else (decode,)
+        return [plan.first]
+    if lifecycle.phase in (Phase.FETCH, Phase.PREFILL):
+        return [plan.first, plan.decode]
+    return [plan.decode]
 
 
 class _LinkTotals(msgspec.Struct):
@@ -124,24 +197,33 @@ class _LinkTotals(msgspec.Struct):
     seconds: float = 0.0
 
 
+class _UnderWay(msgspec.Struct, frozen=True):
+    source: InstanceId
+    target: InstanceId
+    size_bytes: int
+    link: _LinkTotals
+
+
 class Traffic:
-    """What every link has carried."""
+    """What every link has carried, and what is under way (in `loads` too)."""
 
-    def __init__(self) -> None:
+    def __init__(self, loads: Loads) -> None:
+        self._loads = loads
         self._links: dict[tuple[InstanceId, InstanceId], _LinkTotals] = {}
-        self._open: dict[TransferId, tuple[InstanceId, _LinkTotals]] = {}
+        self._open: dict[TransferId, _UnderWay] = {}
 
-    def ordered(self, source: InstanceId, command: Transmit) -> None:
-        """A `Transmit` went out to `source`."""
+    def ordered(self, source: InstanceId, command: Transmit, size_bytes: int) -> None:
+        """A `Transmit` of so much went out to `source`."""
         link = self._links.setdefault((source, command.peer), _LinkTotals())
         link.transfers += 1
-        self._open[command.transfer_id] = (source, link)
+        self._open[command.transfer_id] = _UnderWay(source, command.peer, size_bytes, link)
+        self._loads.add_transfer(source, command.peer, size_bytes)
 
     def answered(self, event: Sent | TransmitFailed) -> None:
         """Its answer came."""
         if event.transfer_id not in self._open:
             return
-        _, link = self._open.pop(event.transfer_id)
+        link = self._end(event.transfer_id)
         if isinstance(event, TransmitFailed):
             link.failures += 1
             return
@@ -151,10 +233,14 @@ class Traffic:
 
     def lost(self, source: InstanceId) -> None:
         """This sender will not answer any more."""
-        for transfer_id, (sender, link) in list(self._open.items()):
-            if sender == source:
-                del self._open[transfer_id]
-                link.failures += 1
+        for transfer_id, under_way in list(self._open.items()):
+            if under_way.source == source:
+                self._end(transfer_id).failures += 1
+
+    def _end(self, transfer_id: TransferId) -> _LinkTotals:
+        under_way = self._open.pop(transfer_id)
+        self._loads.add_transfer(under_way.source, under_way.target, -under_way.size_bytes)
+        return under_way.link
 
     def statuses(self, kinds: Mapping[tuple[InstanceId, InstanceId], str]) -> list[LinkStatus]:
         """The links in `kinds` ((source, target) → kind)."""
@@ -180,6 +266,13 @@ class Totals(msgspec.Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+
+    @property
+    def mean_generated_tokens(self) -> int:
+        """Per finished request; a guess until one has finished."""
+        if not self.finished:
+            return _EXPECTED_TOKENS
+        return max(1, self.generated_tokens // self.finished)
 
     def snapshot(self, *, running: int, waiting: int) -> Counters:
         return Counters(running=running, waiting=waiting, **msgspec.structs.asdict(self))

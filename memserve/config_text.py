@@ -12,7 +12,7 @@ import msgspec
 from memserve.config import SECTIONS, Settings
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_SECRETS = frozenset({"server.api_key"})
+_SECRETS = frozenset({"server.api_key", "server.api_keys"})
 
 
 def to_toml(settings: Settings) -> str:

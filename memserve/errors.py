@@ -5,6 +5,7 @@
     ├── RequestError           the client's request cannot be served (HTTP 4xx)
     │   └── UnknownModelError
     ├── UnavailableError       the cluster cannot serve it now (HTTP 503, with Retry-After)
+    ├── OverloadedError        too many requests wait already (HTTP 429, with Retry-After)
     ├── DeadlineError          the request took longer than it may (HTTP 504)
     ├── InstanceLostError      the instance that held the request died (HTTP 500)
     ├── StartError             an instance or a port could not be brought up
@@ -54,6 +55,14 @@ class UnknownModelError(RequestError):
 
 class UnavailableError(MemServeError):
     """No instance can take the request now; trying again later may work."""
+
+    def __init__(self, message: str, retry_after_s: int = 5) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class OverloadedError(MemServeError):
+    """The instances have all they can do, and so have those who wait."""
 
     def __init__(self, message: str, retry_after_s: int = 5) -> None:
         self.retry_after_s = retry_after_s

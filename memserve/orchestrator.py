@@ -23,23 +23,38 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvloop
 from aiohttp import web
 
+from memserve import profiles
 from memserve.channel import Hub
 from memserve.cluster import ClusterManager, ClusterSettings
-from memserve.config import Config, caching_in_force, engine_settings, mode_in_force
+from memserve.config import (
+    Config,
+    caching_in_force,
+    device_in_force,
+    engine_settings,
+    gpu_plan,
+    instance_engine,
+    mode_in_force,
+)
+from memserve.core.cost_model import CostModel
+from memserve.core.gpu_plan import describe_plan
+from memserve.core.policy import Fetching, Split
 from memserve.core.timeline import RequestTimeline
 from memserve.core.vocabulary import Seat
+from memserve.engine_args import visible_gpus
 from memserve.errors import ConfigError, MemServeError, StartError
 from memserve.frontend.app import build_app, make_runner
+from memserve.loras import engine_arguments, find_loras
 from memserve.messages import AnyEvent, Audited, Heartbeat, LinkReady, Ready, StartFailed
 from memserve.models import resolve_model
 from memserve.progress import Progress
 from memserve.scheduler import GlobalScheduler, SchedulerSettings
 from memserve.status import AuditReport, Snapshot
 from memserve.tui import live_view
-from memserve.types import InstanceId, RequestId, Role
+from memserve.types import InstanceId, Lora, RequestId, Role
 from memserve.workers.environment import set_engine_environment
 from memserve.workers.spec import WorkerSpec
 
@@ -48,6 +63,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_TREE_CHECK_S = 10.0
+"""How long an instance may take to say what it holds, in an audit."""
+_LINKS = {"cpu": "shm", "cuda": "ipc"}
+"""Device → the kind of the links between its instances."""
 _TICK_S = 0.5
 """How often deadlines are looked at."""
 
@@ -84,6 +103,7 @@ class Orchestrator:
         self._caching = caching_in_force(config)
         self._started_at = time.monotonic()
         self._front_end: Frontend | None = None
+        self._loras: list[Lora] = []
         self._stop_asked = asyncio.Event()
         """The first signal: finish what is running."""
         self._abort_asked = asyncio.Event()
@@ -95,6 +115,7 @@ class Orchestrator:
         Raises: MemServeError, alone or in a group, if it could not start.
         """
         self._handle_signals()
+        self._loras = find_loras(self._config.models.loras, self._config.served_name)
         with _listen(self._config.server.host, self._config.server.port) as listener:
             model = await asyncio.to_thread(
                 resolve_model, self._config.models.model, self._progress.note
@@ -130,17 +151,27 @@ class Orchestrator:
         return self._scheduler.timeline(request_id)
 
     async def audit(self) -> list[AuditReport]:
-        """Every instance's own accounting of its pool."""
-        return await self._cluster.audit()
+        """Every instance's own accounting of its pool, and what the prompt tree has wrong of it."""
+        reports = await self._cluster.audit()
+        checks = self._scheduler.check_trees()
+        if checks:
+            await asyncio.wait(checks.values(), timeout=_TREE_CHECK_S)
+        return [
+            msgspec.structs.replace(
+                report, problems=report.problems + _tree_problems(checks.get(report.instance))
+            )
+            for report in reports
+        ]
 
     # ── the run ───────────────────────────────────────────────────────────────────────────────
 
     async def _serve(
         self, model: str, run_dir: Path, listener: socket.socket, show_live_view: bool
     ) -> None:
+        profile = await asyncio.to_thread(profiles.for_config, self._config, model)
         hub = Hub(run_dir, self._on_event)
-        self._build(model, run_dir, hub)
-        app = build_app(self, lambda: self._front_end, api_key=self._config.server.api_key)
+        self._build(model, run_dir, hub, CostModel(profile, self._config.cluster.tp))
+        app = build_app(self, lambda: self._front_end, api_keys=self._config.api_keys)
         runner = make_runner(app)
         try:
             await self._cluster.open()
@@ -165,7 +196,7 @@ class Orchestrator:
                 self._front_end.close()
             await hub.close()
 
-    def _build(self, model: str, run_dir: Path, hub: Hub) -> None:
+    def _build(self, model: str, run_dir: Path, hub: Hub, cost: CostModel) -> None:
         config = self._config
         hub.open()
         roles = dict(self._mode.instances())
@@ -175,14 +206,22 @@ class Orchestrator:
                 max_attempts=config.scheduler.max_attempts,
                 max_waiting=config.scheduler.max_waiting,
                 wait_timeout_s=config.scheduler.wait_timeout_s,
+                max_running=config.scheduler.max_running,
+                max_queued_tokens=config.scheduler.max_queued_tokens,
                 timeline_requests=config.scheduler.timeline_requests,
+                freshness=config.scheduler.freshness,
                 tree_ttl_s=config.scheduler.tree_ttl_s,
                 tree_max_blocks=config.scheduler.tree_max_blocks,
                 reservation_s=config.transfer.reservation_s,
+                policy=config.scheduler.policy,
+                split=Split(config.scheduler.split),
+                fetching=Fetching(config.scheduler.fetch),
+                link=_LINKS[config.cluster.device],
             ),
             roles,
             hub.send,
             time.monotonic,
+            cost,
         )
         num_threads = max(1, (os.cpu_count() or 1) // len(roles))
         environment = dict(os.environ)
@@ -190,7 +229,13 @@ class Orchestrator:
             environment, num_threads=num_threads, log_level=config.server.log_level
         )
 
+        plan, visible = gpu_plan(config), visible_gpus()
+        device = device_in_force(config)
+
         def make_spec(instance: InstanceId, role: Role, epoch: int) -> WorkerSpec:
+            own = plan.visible_order(instance) if plan is not None else ()
+            num_sharing = plan.num_sharing(instance) if plan is not None else 1
+            must_measure = num_sharing > 1 and config.kv_bytes is None
             return WorkerSpec(
                 instance=instance,
                 epoch=epoch,
@@ -200,14 +245,23 @@ class Orchestrator:
                 log_path=str(run_dir / f"{instance}.log"),
                 log_level=config.server.log_level,
                 model=model,
-                engine=engine_settings(config),
+                engine=engine_arguments(self._loras) | instance_engine(config, num_sharing),
+                loras=self._loras,
                 kv_bytes=config.kv_bytes,
                 layout=config.mempool.layout,
+                dram_bytes=config.dram_bytes,
+                profile=cost.profile,
                 reserve_blocks=config.mempool.reserve_blocks,
                 heartbeat_interval_s=config.cluster.heartbeat_interval_s,
                 num_threads=num_threads,
+                device=device,
+                visible_gpus=tuple(visible[gpu] for gpu in own),
+                gpu_lock=str(run_dir / f"gpu-{own[0]}.lock") if must_measure else "",
+                link=config.transfer.link,
             )
 
+        if plan is not None:
+            self._progress.note(describe_plan(plan))
         self._cluster = ClusterManager(
             ClusterSettings(
                 start_timeout_s=config.cluster.start_timeout_s,
@@ -242,17 +296,22 @@ class Orchestrator:
 
         return build_frontend(
             model,
-            engine_settings(self._config),
+            self._engine_settings(),
             self._config.served_name,
             self._scheduler,
+            loras=self._loras,
             request_timeout_s=self._config.server.request_timeout_s,
             remembered_calls=self._config.scheduler.timeline_requests,
         )
 
+    def _engine_settings(self) -> dict[str, Any]:
+        """What is configured has the last word on how many adapters, and of which rank."""
+        return engine_arguments(self._loras) | engine_settings(self._config)
+
     async def _until_stopped(self, listener: socket.socket, show_live_view: bool) -> None:
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        has_key = bool(self._config.server.api_key)
+        has_key = bool(self._config.api_keys)
         self._progress.ready(url, self._config.served_name, has_api_key=has_key)
         if show_live_view:
             await live_view(self.snapshot, self._stop_asked, address=url)
@@ -299,6 +358,8 @@ class Orchestrator:
             return
         if isinstance(event, Ready | StartFailed | Heartbeat | LinkReady | Audited):
             self._cluster.on_event(seat, event)
+            if isinstance(event, Heartbeat):
+                self._scheduler.on_stats(seat, event.stats)
         else:
             self._scheduler.on_event(seat, event)
 
@@ -332,6 +393,15 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port} (server.host, server.port): {reason}"
         ) from error
     return listener
+
+
+def _tree_problems(check: asyncio.Future[list[str]] | None) -> list[str]:
+    """What a comparison of the prompt tree with an instance has brought."""
+    if check is None or check.cancelled():
+        return []
+    if not check.done():
+        return [f"the instance did not say what it holds within {_TREE_CHECK_S:g} s"]
+    return check.result()
 
 
 def _leaves(group: BaseExceptionGroup[MemServeError]) -> list[MemServeError]:

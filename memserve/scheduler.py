@@ -3,8 +3,11 @@
 Collaborators: the front end submits and cancels (`frontend/`), and gets outputs through its
 `OutputSink`; the cluster manager says which instances are ready or lost (`cluster.py`); the hub
 carries commands (`channel.py`). The decisions themselves are pure and live in `core/`: `policy`
-chooses instances, `prompt_tree` remembers what they hold, `lifecycle` answers every event. The
-paper: section 6.
+chooses instances (asked by `placing.py`), `admission` orders those that wait, `lifecycle` answers
+every event. What the instances hold is known to `caches.py`. The paper: section 6.
+
+A request waits here, where it can still be ordered, while the instances have enough to do:
+`_admit` places the next ones, and is the last thing that every entry point does.
 
 Everything here runs on the event loop and nothing awaits, so no decision is torn: state is read and
 changed in one go.
@@ -14,17 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
-
-import msgspec
+from collections.abc import Callable, Iterable, Mapping
 
 from memserve.accounting import Members, Totals, Traffic
-from memserve.core import policy
+from memserve.active import Active, request_of
+from memserve.caches import Caches
+from memserve.core.admission import AdmissionQueue
+from memserve.core.cost_model import CostModel
 from memserve.core.delivery import Delivery
 from memserve.core.lifecycle import Phase, RequestLifecycle
-from memserve.core.prompt_tree import PromptTree
 from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
+from memserve.core.tokens import pack
 from memserve.core.vocabulary import (
     Action,
     AnyInput,
@@ -38,52 +41,31 @@ from memserve.core.vocabulary import (
     Note,
     Output,
     PlaceAgain,
-    Plan,
     RequestSpec,
     Seat,
     Send,
     StopSeen,
     WorkerEvent,
 )
-from memserve.errors import InstanceLostError, MemServeError, UnavailableError
+from memserve.errors import InstanceLostError, MemServeError, OverloadedError, UnavailableError
 from memserve.frontend.service import OutputSink
 from memserve.messages import (
     AnyCommand,
     CacheChanged,
     CacheSnapshot,
+    PoolStats,
     Sent,
     Tokens,
     Transmit,
     TransmitFailed,
 )
+from memserve.placing import Placer, SchedulerSettings
 from memserve.status import Counters, LinkStatus
-from memserve.types import Caching, InstanceId, RequestId, Role
+from memserve.types import InstanceId, RequestId, Role
+
+__all__ = ["GlobalScheduler", "SchedulerSettings"]
 
 logger = logging.getLogger(__name__)
-
-
-class SchedulerSettings(msgspec.Struct, frozen=True):
-    """The scheduler's part of the configuration."""
-
-    caching: Caching
-    max_attempts: int
-    max_waiting: int
-    wait_timeout_s: float
-    timeline_requests: int
-    tree_ttl_s: float
-    tree_max_blocks: int
-    reservation_s: float
-
-
-class _Active(msgspec.Struct):
-    """A request that somebody still holds something for."""
-
-    lifecycle: RequestLifecycle
-    timeline: Timeline
-    deadline: float
-    """Until when it may wait for a place, while it has none."""
-    missing_tokens: int = 0
-    """Prompt tokens that its first instance has to compute, as far as the tree knows."""
 
 
 class GlobalScheduler:
@@ -95,20 +77,23 @@ class GlobalScheduler:
         roles: Mapping[InstanceId, Role],
         send: Callable[[Seat, AnyCommand], None],
         clock: Callable[[], float],
+        cost: CostModel,
     ) -> None:
         self._settings = settings
         self._roles = dict(roles)
         self._send = send
         self._clock = clock
         self._sink: OutputSink | None = None
-        self._members = Members()
+        self._cost = cost
+        self._members = Members(self._roles, cost, settings.max_running, settings.max_queued_tokens)
+        self._placer = Placer(settings, cost, self._roles, self._members)
         self._hopeless: set[InstanceId] = set()
-        self._trees: dict[Role, PromptTree] = {}
+        self._caches: Caches | None = None
         self._limits: Limits | None = None
-        self._requests: dict[RequestId, _Active] = {}
-        self._waiting: deque[RequestId] = deque()
+        self._requests: dict[RequestId, Active] = {}
+        self._queue = AdmissionQueue(settings.max_waiting)
         self._timelines = TimelineStore(settings.timeline_requests)
-        self._traffic = Traffic()
+        self._traffic = Traffic(self._members.loads)
         self._totals = Totals()
         self._is_closing = False
         self.idle = asyncio.Event()
@@ -120,7 +105,7 @@ class GlobalScheduler:
     @property
     def is_ready(self) -> bool:
         """Whether a request could be placed now."""
-        return not self._is_closing and self._can_place(self._members.instances)
+        return not self._is_closing and self._placer.can_place(self._members.instances)
 
     def attach(self, sink: OutputSink) -> None:
         """Set where outputs go."""
@@ -129,28 +114,32 @@ class GlobalScheduler:
     def submit(self, spec: RequestSpec) -> None:
         """Take a request; its outputs and errors come through the sink.
 
-        Raises: UnavailableError if it can be neither placed nor kept waiting.
+        Raises: UnavailableError if nothing could serve it; OverloadedError if too many wait.
         """
         if self._is_closing:
             raise UnavailableError("the server is shutting down")
-        if self._limits is None or not self._can_place(self._roles.keys() - self._hopeless):
+        if self._limits is None or not self._placer.can_place(self._roles.keys() - self._hopeless):
             raise UnavailableError("no instance can serve requests now")
-        if len(self._waiting) >= self._settings.max_waiting:
-            raise UnavailableError(f"{len(self._waiting)} requests are waiting for an instance")
         now = self._clock()
+        if self._queue.is_full and not self._placer.has_room():
+            raise OverloadedError(
+                f"{len(self._queue)} requests are waiting already (scheduler.max_waiting)",
+                self._queue.retry_after_s(now),
+            )
         timeline = Timeline(spec.id, len(spec.prompt_token_ids), now)
         self._timelines.add(timeline)
-        active = _Active(
+        active = Active(
             lifecycle=RequestLifecycle(spec, self._limits),
             timeline=timeline,
-            deadline=now + self._settings.wait_timeout_s,
+            packed=pack(spec.prompt_token_ids),
         )
         self._requests[spec.id] = active
         self.idle.clear()
         self._totals.submitted += 1
         self._totals.prompt_tokens += len(spec.prompt_token_ids)
         timeline.note("queued", now)
-        self._place(active)
+        self._queue.push(active.ticket(now + self._settings.wait_timeout_s))
+        self._admit()
 
     def cancel(self, request_id: RequestId) -> None:
         """The client is gone: free whatever is held for it. Unknown requests are ignored."""
@@ -160,6 +149,7 @@ class GlobalScheduler:
         self._totals.cancelled += 1
         active.timeline.end("cancelled", self._clock())
         self._step(active, ClientCancelled())
+        self._admit()
 
     def stop(self, request_id: RequestId) -> None:
         """The front end saw a stop string: the request is complete. Unknown ones are ignored."""
@@ -168,6 +158,7 @@ class GlobalScheduler:
             return
         self._finish(active)
         self._step(active, StopSeen())
+        self._admit()
 
     def timeline(self, request_id: RequestId) -> RequestTimeline | None:
         """What happened to a request, as long as it is remembered."""
@@ -182,17 +173,21 @@ class GlobalScheduler:
             max_attempts=self._settings.max_attempts,
             reservation_s=self._settings.reservation_s,
         )
-        self._trees = {
-            role: PromptTree(block_size, self._settings.tree_max_blocks, self._settings.tree_ttl_s)
-            for role in set(self._roles.values())
-        }
+        self._caches = Caches(
+            self._settings.freshness,
+            block_size,
+            self._roles,
+            max_blocks=self._settings.tree_max_blocks,
+            ttl_s=self._settings.tree_ttl_s,
+            send=self._send,
+            clock=self._clock,
+        )
 
     def instance_ready(self, seat: Seat) -> None:
         """The instance can take requests; its links are open."""
         self._members.add(seat, self._roles[seat.instance])
         self._hopeless.discard(seat.instance)
-        for _ in range(len(self._waiting)):
-            self._place(self._requests[self._waiting.popleft()])
+        self._admit()
 
     def instance_lost(self, seat: Seat, *, returns: bool) -> None:
         """This life of the instance is over, and its process is gone.
@@ -201,44 +196,65 @@ class GlobalScheduler:
         """
         if not returns:
             self._hopeless.add(seat.instance)
-        if self._members.remove(seat):
-            self._trees[self._roles[seat.instance]].drop(seat.instance)
+        self._members.remove(seat)
+        if self._caches is not None:
+            self._caches.lost(seat.instance)
         self._traffic.lost(seat.instance)
         for active in list(self._requests.values()):
             self._step(active, InstanceLost(seat))
-        if not self._can_place(self._roles.keys() - self._hopeless):
-            self._refuse_waiting(lambda _: True, "no instance is left that could serve it")
+        if not self._placer.can_place(self._roles.keys() - self._hopeless):
+            error = UnavailableError("no instance is left that could serve it")
+            self._refuse(self._queue.waiting(), error)
+        self._admit()
 
     def on_event(
         self, seat: Seat, event: WorkerEvent | Tokens | CacheChanged | CacheSnapshot
     ) -> None:
         """One event of a living instance."""
         if isinstance(event, CacheChanged | CacheSnapshot):
+            if self._caches is not None:
+                self._caches.on_event(seat, event)
             return
         if isinstance(event, Tokens):
             self._on_tokens(event)
-            return
-        if isinstance(event, Sent | TransmitFailed):
-            self._traffic.answered(event)
-        active = self._requests.get(_request_of(event))
-        if active is not None:
-            self._step(active, event)
+        else:
+            if isinstance(event, Sent | TransmitFailed):
+                self._traffic.answered(event)
+            active = self._requests.get(request_of(event))
+            if active is not None:
+                self._step(active, event)
+        self._admit()
+
+    def on_stats(self, seat: Seat, stats: PoolStats) -> None:
+        """What a living instance says of its pool."""
+        if self._limits is not None and seat in self._members:
+            block_size = self._limits.block_size
+            free_tokens = (stats.free_blocks + stats.historical_blocks) * block_size
+            empty_tokens = stats.free_blocks * block_size
+            self._members.loads.set_room(seat.instance, free_tokens, empty_tokens)
 
     def tick(self) -> None:
         """Let requests that waited too long for a place fail, and stale tree entries go."""
         now = self._clock()
-        self._refuse_waiting(
-            lambda active: active.deadline <= now, "no instance became ready in time"
-        )
-        for tree in self._trees.values():
-            tree.evict(now)
+        overdue = self._queue.overdue(now)
+        if overdue:
+            self._refuse(overdue, self._waited_too_long(now))
+        if self._caches is not None:
+            self._caches.tick()
+        self._admit()
+
+    def check_trees(self) -> dict[InstanceId, asyncio.Future[list[str]]]:
+        """Compare what is known of the ready instances' caches with the truth (`Caches.check`)."""
+        if self._caches is None:
+            return {}
+        return self._caches.check(self._members.seat(id) for id in self._members.instances)
 
     # ── shutdown ──────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
         """Take no more requests, and fail those that wait for a place."""
         self._is_closing = True
-        self._refuse_waiting(lambda _: True, "the server is shutting down")
+        self._refuse(self._queue.waiting(), UnavailableError("the server is shutting down"))
 
     @property
     def num_served(self) -> int:
@@ -256,61 +272,61 @@ class GlobalScheduler:
 
     def load(self, instance: InstanceId) -> tuple[int, int]:
         """(queued prompt tokens, running requests) as counted here; zeros if it is not ready."""
-        member = self._members.get(instance)
-        return (member.queued_tokens, member.running_requests) if member else (0, 0)
+        loads = self._members.loads
+        slot = loads.slots[instance]
+        return int(loads.queued_tokens[slot]), int(loads.num_requests[slot])
 
     def counters(self) -> Counters:
         """Totals since the start, and what runs and waits now."""
-        running = self.num_served - len(self._waiting)
-        return self._totals.snapshot(running=running, waiting=len(self._waiting))
+        waiting = len(self._queue)
+        return self._totals.snapshot(running=self.num_served - waiting, waiting=waiting)
 
     def links(self, kinds: Mapping[tuple[InstanceId, InstanceId], str]) -> list[LinkStatus]:
         """Traffic of the links in `kinds` ((source, target) → kind)."""
         return self._traffic.statuses(kinds)
 
+    def check_integrity(self) -> None:
+        """Raises: AssertionError if the books, the queue and the requests contradict each other."""
+        self._queue.check_integrity()
+        unplaced = {
+            id for id, active in self._requests.items() if active.lifecycle.phase is Phase.UNPLACED
+        }
+        assert unplaced == set(self._queue.waiting())
+        assert not (self._queue and self._placer.has_room()), "somebody waits though there is room"
+        assert self.idle.is_set() == (not self._requests)
+        self._members.check_integrity({id: a.lifecycle for id, a in self._requests.items()})
+
     # ── placing ───────────────────────────────────────────────────────────────────────────────
 
-    def _can_place(self, instances: Collection[InstanceId]) -> bool:
-        """Whether these instances could serve a request: a whole one, or a P and a D."""
-        roles = {self._roles[instance] for instance in instances}
-        return Role.COLOCATED in roles or {Role.PREFILL, Role.DECODE} <= roles
+    def _admit(self) -> None:
+        """Place those whose turn it is, while there is room."""
+        while self._queue and self._placer.has_room():
+            ticket = self._queue.pop(self._clock())
+            assert ticket is not None
+            self._place(self._requests[ticket.id])
 
-    def _place(self, active: _Active) -> None:
-        """Give the request its instances, or let it wait."""
-        if not self._can_place(self._members.instances):
-            self._waiting.append(active.lifecycle.spec.id)
-            return
-        lifecycle = active.lifecycle
-        now = self._clock()
-        token_ids = lifecycle.token_ids
-        matches: dict[InstanceId, int] = {}
-        for tree in self._trees.values():
-            matches |= tree.match(token_ids, now, lifecycle.spec.namespace)
-        views = self._members.views(matches)
-        placement = policy.place(len(token_ids), views)
-        first = self._members.seat(placement.first)
-        decode = self._members.seat(placement.decode) if placement.decode is not None else None
-        active.missing_tokens = len(token_ids) - matches.get(placement.first, 0)
-        active.timeline.note("placed", now, first.instance, placement.reason)
-        self._carry_out(active, lifecycle.place(self._plan(first, decode)))
+    def _place(self, active: Active) -> None:
+        """Give the request its instances. There must be room."""
+        assert self._caches is not None and self._limits is not None
+        block_size = self._limits.block_size
+        match = self._caches.match(active.path(block_size))
+        mean_generated = self._totals.mean_generated_tokens
+        plan = self._placer.place(active, match, block_size, mean_generated, self._clock())
+        self._carry_out(active, active.lifecycle.place(plan))
 
-    def _plan(self, first: Seat, decode: Seat | None) -> Plan:
-        caching = self._settings.caching
-        return Plan(
-            first=first,
-            decode=decode,
-            first_is_private=not caching.prefill_keeps,
-            decode_is_private=not caching.decode_keeps,
-            returns=decode is not None and caching.decode_returns,
-        )
-
-    def _refuse_waiting(self, is_due: Callable[[_Active], bool], message: str) -> None:
-        for request_id in list(self._waiting):
+    def _refuse(self, waiting: Iterable[RequestId], error: MemServeError) -> None:
+        for request_id in waiting:
             active = self._requests[request_id]
-            if is_due(active):
-                self._waiting.remove(request_id)
-                self._error(active, UnavailableError(message))
-                self._carry_out(active, active.lifecycle.give_up(message))
+            self._queue.remove(request_id)
+            self._error(active, error)
+            self._carry_out(active, active.lifecycle.give_up(str(error)))
+
+    def _waited_too_long(self, now: float) -> MemServeError:
+        if not self._placer.can_place(self._members.instances):
+            return UnavailableError("no instance became ready in time")
+        seconds = self._settings.wait_timeout_s
+        message = f"no instance had room within {seconds:g} s (scheduler.wait_timeout_s)"
+        return OverloadedError(message, self._queue.retry_after_s(now))
 
     # ── events and actions ────────────────────────────────────────────────────────────────────
 
@@ -328,24 +344,25 @@ class GlobalScheduler:
             self._sink.on_step(event.payload, deliveries)
 
     def _note_delivery(
-        self, active: _Active, instance: InstanceId, delivery: Delivery, token_ids: list[int]
+        self, active: Active, instance: InstanceId, delivery: Delivery, token_ids: list[int]
     ) -> None:
         now = self._clock()
         if delivery.tokens and token_ids:
             active.timeline.note_tokens(len(token_ids), now, instance)
             self._totals.generated_tokens += len(token_ids)
+            self._queue.charge(active.lifecycle.spec.client, len(token_ids))
         if delivery.final:
             self._finish(active)
 
-    def _step(self, active: _Active, event: AnyInput) -> list[Action]:
+    def _step(self, active: Active, event: AnyInput) -> list[Action]:
         was_placed = active.lifecycle.phase is not Phase.UNPLACED
         actions = active.lifecycle.step(event)
         if not was_placed and active.lifecycle.is_client_done:
-            self._waiting.remove(active.lifecycle.spec.id)
+            self._queue.remove(active.lifecycle.spec.id)
         self._carry_out(active, actions)
         return actions
 
-    def _carry_out(self, active: _Active, actions: list[Action]) -> None:
+    def _carry_out(self, active: Active, actions: list[Action]) -> None:
         now = self._clock()
         for action in actions:
             match action:
@@ -355,13 +372,13 @@ class GlobalScheduler:
                     active.timeline.note(action.name, now, action.instance, action.detail)
                     self._learn_cached(active, action)
                 case Learned():
-                    self._learn(active, action, now)
+                    self._learn(active, action)
                 case Fail():
                     self._error(active, InstanceLostError(action.message))
                 case PlaceAgain():
                     self._totals.replaced += 1
-                    active.deadline = now + self._settings.wait_timeout_s
-                    self._place(active)
+                    deadline = now + self._settings.wait_timeout_s
+                    self._queue.push_returned(active.ticket(deadline))
                 case Ended():
                     active.timeline.note("released", now)
                     del self._requests[active.lifecycle.spec.id]
@@ -369,7 +386,7 @@ class GlobalScheduler:
                         self.idle.set()
                 case Deliver():
                     pass  # the caller's: it has the payload
-        self._members.charge(active.lifecycle, active.missing_tokens)
+        self._members.charge(active.lifecycle, active.missing_tokens, active.prefill_s, now)
 
     def _send_command(self, action: Send) -> None:
         """Commands to an earlier life of an instance go nowhere."""
@@ -377,26 +394,29 @@ class GlobalScheduler:
         if seat in self._members:
             self._send(seat, action.command)
         if isinstance(action.command, Transmit):
-            self._traffic.ordered(action.instance, action.command)
+            assert self._limits is not None
+            num_tokens = len(action.command.block_ids) * self._limits.block_size
+            size_bytes = self._cost.kv_bytes(num_tokens)
+            self._traffic.ordered(action.instance, action.command, size_bytes)
 
-    def _learn_cached(self, active: _Active, note: Note) -> None:
+    def _learn_cached(self, active: Active, note: Note) -> None:
         """The first prefill said how much of the prompt it found."""
         cached = active.lifecycle.cached_tokens
         if note.name == "started" and active.timeline.cached_tokens is None and cached is not None:
             active.timeline.cached_tokens = cached
             self._totals.cached_tokens += cached
 
-    def _learn(self, active: _Active, action: Learned, now: float) -> None:
-        if action.instance in self._members.instances:
-            token_ids = active.lifecycle.token_ids[: action.num_tokens]
-            tree = self._trees[self._roles[action.instance]]
-            tree.insert(token_ids, action.instance, now, active.lifecycle.spec.namespace)
+    def _learn(self, active: Active, action: Learned) -> None:
+        assert self._caches is not None and self._limits is not None
+        if self._caches.is_guessing and action.instance in self._members.instances:
+            path = active.path(self._limits.block_size)
+            self._caches.learn(path, action.num_tokens, action.instance)
 
-    def _finish(self, active: _Active) -> None:
+    def _finish(self, active: Active) -> None:
         self._totals.finished += 1
         active.timeline.end("finished", self._clock())
 
-    def _error(self, active: _Active, error: MemServeError) -> None:
+    def _error(self, active: Active, error: MemServeError) -> None:
         if active.timeline.is_over:
             return
         request_id = active.lifecycle.spec.id
@@ -406,12 +426,3 @@ class GlobalScheduler:
         active.timeline.end("failed", self._clock())
         if self._sink is not None:
             self._sink.on_error(request_id, error)
-
-
-def _request_of(event: WorkerEvent) -> RequestId:
-    """The request that an event belongs to (`TransferId` is request id / direction / attempt)."""
-    transfer_id = getattr(event, "transfer_id", None)
-    if transfer_id is not None:
-        return RequestId(transfer_id.rsplit("/", 2)[0])
-    request_id: RequestId = event.request_id  # type: ignore[union-attr]
-    return request_id

@@ -133,6 +133,8 @@ class RequestLifecycle:
         self.cached_tokens: int | None = None
         """Prompt tokens that the first prefill found in a cache."""
         self.is_client_done = False
+        self.is_prompt_computed = False
+        """In the present attempt: its prefill has ended, or given the first token."""
         self._limits = limits
         self._known: dict[Seat, int] = {}
         """Who has to forget the request, and how many of its tokens they were told."""
@@ -162,6 +164,7 @@ class RequestLifecycle:
             plan = msgspec.structs.replace(plan, decode=None, returns=False)
         self.plan = plan
         self.attempt += 1
+        self.is_prompt_computed = False
         self._is_decode_lost = False
         return self._prefill(plan) if plan.fetch is None else self._fetch(plan, plan.fetch)
 
@@ -256,6 +259,7 @@ class RequestLifecycle:
         if self._prompt_attempt is None:
             self._prompt_attempt = self.attempt
         says_prompt = self._prompt_attempt == self.attempt
+        self.is_prompt_computed |= bool(output.token_ids) or output.finish_reason is not None
         if plan.decode is None:
             return self._pass_on(plan.first, output, says_prompt=says_prompt)
         if output.finish_reason is None:  # the prompt's logprobs, ahead of the first token

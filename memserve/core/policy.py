@@ -1,37 +1,103 @@
 """Which instances a request runs on: pure, from what the scheduler knows at the moment.
 
-`scheduler.py` calls `place` with a view of every ready instance and turns the answer into a
-`vocabulary.Plan`; the reason goes to the request's timeline. The paper: section 6.
+`scheduler.py` calls a `Policy` with what the prompt trees know of the prompt (`Demand`) and with
+what every instance has to do (`loads.py`), and turns the answer into a `vocabulary.Plan`; the
+reason goes to the request's timeline. The paper: section 6.
 
-A request runs whole on a colocated instance, or split over a prefill and a decode instance. Where
-it computes its prompt is chosen by a `Ranking`; `LongestPrefix` is the first. It looks at load only
-between equal prefixes, so one hot prefix keeps one instance busy while others idle. A ranking by
-time (queue, computing and fetching, all in seconds) takes its place without a change elsewhere.
+Policies, chosen by `[scheduler] policy`:
+
+    cost          least time by the cost model, queues, fetching and links included (`cost_policy`)
+    prefix        the longest cached prefix, then the least work
+    session       the instance that served the session before; a new one goes to the least work
+    least_loaded  the least work
+    round_robin   one after the other
+
+The last four are there to be compared with, and do not fetch by themselves.
+
+Whether KV that another instance holds is fetched, by `[scheduler] fetch`: `auto` leaves it to the
+policy, `always` lets the chosen instance fetch whatever another one holds and it lacks, `never`
+lets it compute that.
+
+Whether a request runs whole, by `[scheduler] split`: on a colocated instance, always. A decode
+instance is as complete an engine, and may run a request whole too: `always` splits all, `never`
+splits none, `auto` leaves it to the policy (only `cost` can tell, and only with a calibrated
+profile: a guess that is right within a factor of two cannot; else it is the same as `always`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol, TypeAlias
+import enum
+from collections.abc import Collection
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from memserve.core.loads import Bools, Counts, Loads
+from memserve.core.timeline import Detail
 from memserve.errors import UnavailableError
 from memserve.types import InstanceId, Role
 
+_SESSION_BLOCKS = 8
 
-class InstanceView(msgspec.Struct, frozen=True):
-    """A ready instance, as one request sees it."""
 
-    instance: InstanceId
-    role: Role
-    queued_tokens: int
-    """Prompt tokens placed here and not yet computed."""
-    running_requests: int
-    running_tokens: int
-    """Tokens whose KV the running requests hold here."""
-    cached_tokens: int
-    """Of this request's tokens, how many the prompt tree believes to be here."""
+class Split(enum.Enum):
+    """Whether decode instances run requests whole; see the module."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Fetching(enum.Enum):
+    """Whether KV is fetched from other instances before a prefill; see the module."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """A request that wants a place, and what the instances hold of its tokens."""
+
+    num_tokens: int
+    cached_tokens: npt.NDArray[np.int32]
+    """[instances] Leading tokens that each is believed to hold, in any medium."""
+    dram_tokens: npt.NDArray[np.int32]
+    """[instances] Of those: in DRAM alone."""
+    expected_tokens: int
+    """That it will generate, as far as one can tell."""
+    session: str
+    """Equal for the requests of one conversation."""
+    now: float
+    coming_tokens: Counts | None = None
+    """[instances] Leading tokens that each will hold when it comes to this request: others, before
+    it in the queue, begin with them. None: nowhere any."""
+    may_fetch: bool = True
+    block_size: int = 1
+
+    def reusable(self) -> Counts:
+        """[instances] Cached tokens that save something: the last token is always computed."""
+        return self._useful(self.cached_tokens)
+
+    def found(self) -> Counts:
+        """[instances] What each will find of them, when it comes to this request."""
+        if self.coming_tokens is None:
+            return self.reusable()
+        return self._useful(np.maximum(self.cached_tokens, self.coming_tokens))
+
+    def _useful(self, tokens: npt.NDArray[Any]) -> Counts:
+        most = (self.num_tokens - 1) // self.block_size * self.block_size
+        useful: Counts = np.minimum(tokens, max(most, 0)).astype(np.int64)
+        return useful
+
+
+class FetchChoice(msgspec.Struct, frozen=True):
+    """Take the KV of the first tokens from there before the prefill."""
+
+    source: InstanceId
+    num_tokens: int
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -39,77 +105,73 @@ class Placement(msgspec.Struct, frozen=True):
 
     first: InstanceId
     decode: InstanceId | None
-    reason: dict[str, str | int | float]
-    """The ranking and its terms for each instance that was considered, for the timeline."""
+    fetch: FetchChoice | None
+    cached_tokens: int
+    """That `first` will have of the prompt when it computes the rest."""
+    reason: Detail
+    """Why: the policy, and the candidates with their terms (seconds, tokens)."""
 
 
-Rank: TypeAlias = tuple[float | str, ...]
-"""The least one wins."""
-
-
-class Ranking(Protocol):
-    """How good an instance is for a request of `num_tokens`. Ends in the id: no ties."""
-
-    name: str
-
-    def first(self, view: InstanceView, num_tokens: int) -> Rank:
-        """As the instance that computes the prompt."""
-
-    def decode(self, view: InstanceView, num_tokens: int) -> Rank:
-        """As the instance that generates."""
-
-
-class LongestPrefix:
-    """The longest cached prefix, then the least load."""
-
-    name = "longest prefix, then least load"
-
-    def first(self, view: InstanceView, num_tokens: int) -> Rank:
-        cached = min(view.cached_tokens, num_tokens)
-        return (-cached, view.queued_tokens, view.running_requests, view.instance)
-
-    def decode(self, view: InstanceView, num_tokens: int) -> Rank:
-        cached = min(view.cached_tokens, num_tokens)
-        return (-cached, view.running_tokens, view.running_requests, view.instance)
-
-
-def place(
-    num_tokens: int, views: Iterable[InstanceView], ranking: Ranking | None = None
-) -> Placement:
-    """Choose among all colocated instances, and the best prefill with the best decode instance.
-
-    Raises: UnavailableError if the views hold neither a colocated instance nor a pair.
-    """
-    ranking = ranking or LongestPrefix()
-    views = list(views)
-    decoders = [view for view in views if view.role is Role.DECODE]
-    firsts = [
-        view
-        for view in views
-        if view.role is Role.COLOCATED or (view.role is Role.PREFILL and decoders)
-    ]
-    if not firsts:
-        raise UnavailableError("no instance is ready that could run the request")
-    first = min(firsts, key=lambda view: ranking.first(view, num_tokens))
-    considered = list(firsts)
-    decode = None
-    if first.role is Role.PREFILL:
-        decode = min(decoders, key=lambda view: ranking.decode(view, num_tokens))
-        considered += decoders
-    return Placement(
-        first=first.instance,
-        decode=decode.instance if decode is not None else None,
-        reason=_reason(ranking, num_tokens, considered),
+def with_fetch(placement: Placement, demand: Demand, loads: Loads) -> Placement:
+    """The same, fetching all that another ready instance holds in HBM and the first one lacks."""
+    reusable = demand.reusable()
+    usable = np.where(loads.is_ready, np.maximum(reusable - demand.dram_tokens, 0), 0)
+    source = int(usable.argmax())
+    if usable[source] <= demand.found()[loads.slots[placement.first]]:
+        return placement
+    num_tokens = int(usable[source])
+    return msgspec.structs.replace(
+        placement,
+        fetch=FetchChoice(loads.instances[source], num_tokens),
+        cached_tokens=num_tokens,
     )
 
 
-def _reason(
-    ranking: Ranking, num_tokens: int, considered: list[InstanceView]
-) -> dict[str, str | int | float]:
-    terms: dict[str, str | int | float] = {"ranking": ranking.name, "tokens": num_tokens}
-    for view in considered:
-        terms[view.instance] = (
-            f"{view.cached_tokens} tokens cached, {view.queued_tokens} queued, "
-            f"{view.running_tokens} running in {view.running_requests} requests"
-        )
-    return terms
+class Policy(Protocol):
+    """Chooses among the open instances. Deterministic; owns what it remembers, if anything."""
+
+    @property
+    def name(self) -> str: ...
+
+    def place(self, demand: Demand, loads: Loads) -> Placement:
+        """Raises: UnavailableError if no open instance can run the request."""
+        ...
+
+
+def can_place(roles: Collection[Role], split: Split) -> bool:
+    """Whether instances of these roles could serve a request."""
+    if Role.COLOCATED in roles:
+        return True
+    if split is Split.NEVER:
+        return Role.DECODE in roles
+    return Role.DECODE in roles and Role.PREFILL in roles
+
+
+def session_key(explicit: str | None, packed: bytes, block_bytes: int) -> str:
+    """What tells conversations apart: what the client says, else how the prompt begins."""
+    return explicit if explicit else packed[: _SESSION_BLOCKS * block_bytes].hex()
+
+
+class Eligible(msgspec.Struct, frozen=True):
+    """[instances] each: who may do what now."""
+
+    whole: Bools
+    prefill: Bools
+    decode: Bools
+
+
+def eligible(loads: Loads, split: Split, *, whole_on_decode: bool = False) -> Eligible:
+    """By roles, among the open ones. Raises: UnavailableError if nobody can run a request.
+
+    `whole_on_decode`: whether AUTO lets decode instances run requests whole.
+    """
+    is_decode = loads.is_open & loads.has_role[Role.DECODE]
+    whole = loads.is_open & loads.has_role[Role.COLOCATED]
+    prefill = loads.is_open & loads.has_role[Role.PREFILL]
+    if split is Split.NEVER or (split is Split.AUTO and whole_on_decode):
+        whole = whole | is_decode
+    if split is Split.NEVER or not is_decode.any():
+        prefill = np.zeros_like(prefill)
+    if not whole.any() and not prefill.any():
+        raise UnavailableError("no instance is ready that could run the request")
+    return Eligible(whole, prefill, is_decode)

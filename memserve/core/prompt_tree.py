@@ -1,64 +1,63 @@
 """The scheduler's prompt tree: which instance holds the KV of how much of a prompt.
 
-A hint, not the truth: instances evict on their own, so entries expire (the paper, section 6). One
-tree serves one kind of instance; `scheduler.py` owns the trees, inserts what the lifecycles learn,
-and drops an instance whose life is over.
+One tree serves all instances, so one walk answers for all of them. The paper: section 6. It has two
+forms, by what they are told: `FollowingTree` (`following_tree.py`) follows the changes of every
+instance's index and knows; `GuessingTree` (`guessing_tree.py`) is told what requests have left
+behind, and forgets by age. This module has what they share: the tree, the walk, and the bound.
 
 A radix tree over token ids at the granularity of KV blocks. A node's label is the tokens of one or
-more blocks, packed as 32-bit integers; all of them are held by the same instances, told at the same
-times. An insert splits a node where that would not hold any more::
+more blocks. Its holders are the lives of instances that hold some of its first blocks: an index is
+closed towards its root, so what a life holds of a node is always a beginning, and a life that holds
+anything of a node holds all of the node's ancestors::
 
-    insert A B C by P0        insert A B D by P1
-    root ── A B C {P0}        root ── A B {P0, P1} ─┬─ C {P0}
-                                                    └─ D {P1}
+    P0 holds A B C and A B D, P1 holds A B C, P2 holds A:
 
-Whoever holds a node holds its ancestors, told no earlier. Requests with different namespaces (cache
-salts) share nothing.
+    root ── A B {P0: 2, P1: 2, P2: 1} ─┬─ C {P0: 1, P1: 1}
+                                       └─ D {P0: 1}
+
+What nobody holds is not in the tree. A life that has ended counts for nothing at once, and is
+cleared away bit by bit (`tidy`), so that no loss keeps the event loop busy.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from array import array
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
+from memserve.core.tokens import TOKEN_BYTES, Path, shared_blocks
+from memserve.core.tree_parts import Holding, Life, Match, Node, Root
 from memserve.types import InstanceId, Namespace
 
-_TOKEN = "i"
-_TOKEN_BYTES = array(_TOKEN).itemsize
-
-
-class _Node:
-    __slots__ = ("children", "holders", "label", "last_told", "parent")
-
-    def __init__(self, label: bytes, parent: _Node | None) -> None:
-        self.label = label
-        self.parent = parent
-        """None for a root, and for what was cut off."""
-        self.children: dict[bytes, _Node] = {}
-        """By the first block of their labels."""
-        self.holders: dict[InstanceId, float] = {}
-        """When each was last told to hold these blocks."""
-        self.last_told = 0.0
+_FEW = 16
+"""Up to so many holders are counted one by one; more, as one array."""
+_TIDY_PER_CALL = 64
 
 
 class PromptTree:
-    """Bounded by `max_blocks`: beyond it the blocks go that were told longest ago, ends first."""
+    """Bounded by `max_blocks`: beyond it the ends of prompts go that were used longest ago."""
 
-    def __init__(self, block_size: int, max_blocks: int, ttl_s: float) -> None:
-        self._block_size = block_size
-        self._block_bytes = block_size * _TOKEN_BYTES
+    def __init__(self, block_size: int, instances: Iterable[InstanceId], max_blocks: int) -> None:
+        self.block_size = block_size
+        self.instances = list(instances)
+        """The order of the arrays in a `Match`."""
+        self._slots = {instance: slot for slot, instance in enumerate(self.instances)}
+        self._block_bytes = block_size * TOKEN_BYTES
         self._max_blocks = max_blocks
-        self._ttl_s = ttl_s
-        self._roots: dict[Namespace | None, _Node] = {}
+        self._roots: dict[Namespace, Root] = {}
+        self._lives: dict[InstanceId, Life] = {}
+        self._over: deque[Life] = deque()
+        """Lives that have ended, whose holdings are still in the tree."""
+        self._num_over = 0
         self._num_blocks = 0
         self._num_nodes = 0
-        self._ends: list[tuple[float, int, Namespace | None, _Node]] = []
-        """A heap of (last told, order of entry, namespace, leaf). An entry is stale, and skipped,
-        once its node is no leaf any more or was told again."""
+        self._ends: list[tuple[float, int, Node]] = []
+        """A heap of (used at, order of entry, leaf). An entry may be out of date: then its node is
+        no leaf any more (it is skipped), or was used since (it is put where it belongs)."""
         self._entry_numbers = itertools.count()
 
     @property
@@ -66,145 +65,277 @@ class PromptTree:
         """Blocks in the tree; one that several instances hold counts once."""
         return self._num_blocks
 
-    def match(
-        self, tokens: Sequence[int], now: float, namespace: Namespace | None = None
-    ) -> dict[InstanceId, int]:
-        """How many of the first tokens each instance is believed to hold (full blocks).
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
 
-        Instances that hold nothing are not in the result. Does not mutate. Time: the tokens, and
-        the holders along one path.
+    # ── what the scheduler asks ───────────────────────────────────────────────────────────────
+
+    def match(self, path: Path) -> Match:
+        """How much of a prompt's beginning each instance holds (full blocks). Does not mutate.
+
+        Time: the prompt, and the holders of what it shares with the tree; not the tree.
         """
-        found: dict[InstanceId, int] = {}
-        node = self._roots.get(namespace)
-        if node is None:
-            return found
-        key = self._pack(tokens)
-        oldest = now - self._ttl_s
-        start = 0
-        while child := node.children.get(key[start : start + self._block_bytes]):
-            shared = self._shared_bytes(child.label, key, start)
-            num_tokens = (start + shared) // _TOKEN_BYTES
-            for instance, told in child.holders.items():
-                if told > oldest:
-                    found[instance] = num_tokens
-            if shared < len(child.label):
+        blocks = np.zeros(len(self.instances), np.int32)
+        dram = np.zeros(len(self.instances), np.int32)
+        node: Node | None = self._roots.get(path.namespace)
+        packed, block_bytes = path.packed, self._block_bytes
+        start, end = 0, len(packed)
+        last: Node | None = None
+        while node is not None and start < end:
+            node = node.children.get(packed[start : start + block_bytes])
+            if node is None:
                 break
-            start += shared
-            node = child
-        return found
+            size = len(node.label)
+            shared = size // block_bytes
+            is_whole = packed.startswith(node.label, start)
+            if not is_whole:
+                shared = shared_blocks(node.label, packed, start, self.block_size)
+            self._count(node, start // block_bytes, shared, blocks, dram)
+            last = node
+            start += size
+            if not is_whole:
+                break
+        return Match(self._slots, blocks * self.block_size, dram * self.block_size, last)
 
-    def insert(
+    def use(self, match: Match, now: float) -> None:
+        """A request is served from what was matched: it goes last when the tree is full."""
+        if match.end is not None:
+            match.end.used_at = now
+
+    def _count(
         self,
-        tokens: Sequence[int],
-        instance: InstanceId,
-        now: float,
-        namespace: Namespace | None = None,
+        node: Node,
+        above: int,
+        shared: int,
+        blocks: npt.NDArray[np.int32],
+        dram: npt.NDArray[np.int32],
     ) -> None:
-        """The instance holds the KV of these tokens' full blocks. `now` never runs backwards."""
-        key = self._pack(tokens)
-        if not key:
-            return
-        node = self._roots.setdefault(namespace, _Node(b"", None))
-        start = 0
-        while start < len(key):
-            first_block = key[start : start + self._block_bytes]
-            child = node.children.get(first_block)
-            if child is None:
-                child = self._add(node, key[start:])
-            else:
-                shared = self._shared_bytes(child.label, key, start)
-                if shared < len(child.label):
-                    child = self._split(child, shared)
-            child.holders[instance] = child.last_told = now
-            start += len(child.label)
-            node = child
-        if not node.children:
-            self._enter(node, namespace)
-        self._shrink()
-        self._tidy_ends()
+        """Add what is held of the node's first `shared` blocks; `above` blocks are before it."""
+        if len(node.holders) > _FEW:
+            counts = node.counts(len(blocks), self._num_over)
+            blocks += np.minimum(counts, shared)
+        else:
+            for life, holding in node.holders.items():
+                if not life.is_over:
+                    blocks[life.slot] = above + min(holding.num_blocks, shared)
+        if node.num_swapped:
+            for life, holding in node.holders.items():
+                if not life.is_over:
+                    dram[life.slot] += holding.num_dram(min(holding.num_blocks, shared))
+
+    # ── lives ─────────────────────────────────────────────────────────────────────────────────
 
     def drop(self, instance: InstanceId) -> None:
-        """Forget everything of an instance. Time: the whole tree; lives end seldom."""
-        for namespace, root in list(self._roots.items()):
-            for node in list(self._walk(root)):
-                if node.holders.pop(instance, None) is None:
-                    continue
-                if node.holders:
-                    node.last_told = max(node.holders.values())
-                else:  # nor has anybody what is below
-                    self._cut(node, namespace)
-            self._drop_root_if_bare(namespace, root)
-        self._renew_ends()
+        """Forget everything of an instance. Time: O(1); `tidy` does the rest."""
+        life = self._lives.pop(instance, None)
+        if life is not None:
+            life.is_over = True
+            self._num_over += 1
+            self._over.append(life)
 
-    def evict(self, now: float) -> None:
-        """Remove what has expired. Time: what is removed."""
-        oldest = now - self._ttl_s
-        while (end := self._oldest_end()) is not None:
-            told, _, namespace, node = end
-            if told > oldest:
+    def tidy(self, max_holdings: int = _TIDY_PER_CALL) -> bool:
+        """Clear away some of what ended lives held. Returns: whether something is left."""
+        for _ in range(max_holdings):
+            while self._over and not self._over[0].holdings:
+                self._over.popleft()
+            if not self._over:
                 break
-            self._cut(node, namespace)
-        self._tidy_ends()
+            self._remove(self._over[0].holdings.pop())
+        self._renew_ends()
+        return bool(self._over)
 
-    def check_integrity(self) -> None:
-        """Raises: AssertionError if the tree contradicts itself."""
-        num_blocks = num_nodes = 0
-        live_ends = {(told, id(node)) for told, _, _, node in self._ends}
-        for root in self._roots.values():
-            assert root.children and not root.holders and root.parent is None
-            for node in self._walk(root):
-                num_nodes += 1
-                num_blocks += len(node.label) // self._block_bytes
-                self._check_node(node, is_top=node.parent is root)
-                assert node.children or (node.last_told, id(node)) in live_ends, "a lost end"
-        assert num_blocks == self._num_blocks <= self._max_blocks
-        assert num_nodes == self._num_nodes
-        assert len(self._ends) <= 2 * self._num_nodes + 64, "stale ends pile up"
+    def _life(self, instance: InstanceId) -> Life:
+        """The present life. Raises: KeyError for an instance that is not the tree's."""
+        life = self._lives.get(instance)
+        if life is None:
+            life = self._lives[instance] = self._new_life(instance, self._slots[instance])
+        return life
+
+    def _new_life(self, instance: InstanceId, slot: int) -> Life:
+        return Life(instance, slot)
+
+    def _remove(self, holding: Holding) -> None:
+        """A life holds nothing of this node any more, nor of what is below."""
+        node = holding.node
+        del node.holders[holding.life]
+        holding.life.holdings.discard(holding)
+        node.changed()
+        self._fit(node)
+
+    # ── what the two forms do with holdings ───────────────────────────────────────────────────
+
+    def _split_holding(self, holding: Holding, at: int, lower: Node) -> None:
+        """Blocks `at`… of a holding (there are some) belong to a new node below."""
+        raise NotImplementedError
+
+    def _join_holdings(self, upper: Holding, lower: Holding) -> None:
+        """A node takes up its only child: the holdings of both become the upper one."""
+        raise NotImplementedError
+
+    def _cut_holding(self, holding: Holding, num_blocks: int) -> None:
+        """The tree forgets, for want of room, all but the first blocks (at least 1)."""
+        raise NotImplementedError
+
+    def _may_join(self, upper: Node, lower: Node) -> bool:
+        """Whether the two could be one node."""
+        return True
 
     # ── nodes ─────────────────────────────────────────────────────────────────────────────────
 
-    def _add(self, parent: _Node, label: bytes) -> _Node:
-        node = _Node(label, parent)
-        parent.children[label[: self._block_bytes]] = node
+    def _root(self, namespace: Namespace) -> Node:
+        """A new one is in the tree as soon as something is below it."""
+        return self._roots.get(namespace) or Root(namespace)
+
+    def _size(self, node: Node) -> int:
+        """Blocks of the label."""
+        return len(node.label) // self._block_bytes
+
+    def _add(self, parent: Node, label: bytes | bytearray, now: float) -> Node:
+        node = Node(label, parent, now)
+        if isinstance(parent, Root):
+            self._roots[parent.namespace] = parent
+        parent.children[bytes(label[: self._block_bytes])] = node
         self._num_nodes += 1
-        self._num_blocks += len(label) // self._block_bytes
+        self._num_blocks += self._size(node)
+        self._enter(node)
         return node
 
-    def _split(self, node: _Node, at: int) -> _Node:
-        """Put a new parent above the node for the first `at` bytes of its label; returns that."""
-        assert node.parent is not None
-        upper = _Node(node.label[:at], node.parent)
-        upper.holders = dict(node.holders)
-        upper.last_told = node.last_told
-        node.parent.children[upper.label[: self._block_bytes]] = upper
-        node.label = node.label[at:]
-        node.parent = upper
-        upper.children[node.label[: self._block_bytes]] = node
+    def _extend(self, node: Node, packed: bytes | bytearray) -> None:
+        """More blocks at the end of a leaf."""
+        node.label += packed
+        self._num_blocks += len(packed) // self._block_bytes
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Keep the first `at` blocks, and put the others into a new node below; returns that.
+
+        Time: the holders and the children.
+        """
+        lower = Node(node.label[at * self._block_bytes :], node, node.used_at)
+        del node.label[at * self._block_bytes :]
+        lower.children, node.children = node.children, {}
+        for child in lower.children.values():
+            child.parent = lower
+        node.children[bytes(lower.label[: self._block_bytes])] = lower
         self._num_nodes += 1
-        return upper
+        node.changed()
+        for holding in list(node.holders.values()):
+            if holding.num_blocks > at:
+                self._split_holding(holding, at, lower)
+        if not lower.children:
+            self._enter(lower)
+        return lower
 
-    def _cut(self, node: _Node, namespace: Namespace | None) -> None:
-        """Remove a node and all below it; a parent that becomes an end is entered as one."""
-        parent = node.parent
-        if parent is None:  # was below something that is cut already
-            return
-        del parent.children[node.label[: self._block_bytes]]
-        for gone in [node, *self._walk(node)]:
-            gone.parent = None
+    def _join(self, node: Node) -> None:
+        """Take up the only child. Time: the child's holders and children."""
+        (lower,) = node.children.values()
+        node.label += lower.label
+        node.children, lower.children = lower.children, {}
+        for child in node.children.values():
+            child.parent = node
+        for life, holding in lower.holders.items():
+            self._join_holdings(node.holders[life], holding)
+            life.holdings.discard(holding)
+        lower.holders.clear()
+        lower.parent = None
+        node.used_at = max(node.used_at, lower.used_at)
+        node.changed()
+        self._num_nodes -= 1
+        if not node.children:
+            self._enter(node)
+
+    def _fit(self, node: Node) -> None:
+        """Give up what nobody holds of a node, and of those above it; join what can be joined."""
+        while node.parent is not None and not node.children:
+            size = self._size(node)
+            most = 0
+            for holding in node.holders.values():
+                if holding.num_blocks == size:
+                    return
+                most = max(most, holding.num_blocks)
+            self._num_blocks -= size - most
+            if most:
+                del node.label[most * self._block_bytes :]
+                return
+            parent = node.parent
+            del parent.children[bytes(node.label[: self._block_bytes])]
+            node.parent = None
             self._num_nodes -= 1
-            self._num_blocks -= len(gone.label) // self._block_bytes
-        if parent.children:
+            parent.used_at = max(parent.used_at, node.used_at)
+            node = parent
+            if not node.children and node.parent is not None:
+                self._enter(node)
+        self._fit_top(node)
+
+    def _fit_top(self, node: Node) -> None:
+        """A node that has lost a child."""
+        if isinstance(node, Root):
+            if not node.children:
+                del self._roots[node.namespace]
+        elif len(node.children) == 1:
+            (lower,) = node.children.values()
+            if lower.holders.keys() <= node.holders.keys() and self._may_join(node, lower):
+                self._join(node)
+
+    # ── the bound ─────────────────────────────────────────────────────────────────────────────
+
+    def _enter(self, leaf: Node) -> None:
+        if not leaf.is_entered:
+            leaf.is_entered = True
+            heapq.heappush(self._ends, (leaf.used_at, next(self._entry_numbers), leaf))
+
+    def _renew_ends(self) -> None:
+        """Rebuild the heap, once most of its entries mean nothing any more."""
+        if len(self._ends) <= 2 * self._num_nodes + 64:
             return
-        if parent.parent is None:
-            self._drop_root_if_bare(namespace, parent)
-        else:
-            self._enter(parent, namespace)
+        kept = []
+        for entry in self._ends:
+            node = entry[2]
+            if node.parent is not None and not node.children:
+                kept.append(entry)
+            else:
+                node.is_entered = False
+        heapq.heapify(kept)
+        self._ends = kept
 
-    def _drop_root_if_bare(self, namespace: Namespace | None, root: _Node) -> None:
-        if not root.children and self._roots.get(namespace) is root:
-            del self._roots[namespace]
+    def _oldest_end(self) -> Node:
+        """The leaf that was used longest ago; stays in the heap. There must be one."""
+        while True:
+            used_at, _, node = self._ends[0]
+            if node.parent is None or node.children:
+                heapq.heappop(self._ends)
+                node.is_entered = False
+            elif node.used_at != used_at:
+                entry = (node.used_at, next(self._entry_numbers), node)
+                heapq.heapreplace(self._ends, entry)
+            else:
+                return node
 
-    def _walk(self, top: _Node) -> Iterator[_Node]:
+    def _shrink(self) -> None:
+        """Keep to the bound. The end of every change."""
+        while (excess := self._num_blocks - self._max_blocks) > 0:
+            if self._over:
+                self.tidy()
+                continue
+            node = self._oldest_end()
+            keep = max(self._size(node) - excess, 0)
+            for holding in list(node.holders.values()):
+                if holding.num_blocks > keep and keep:
+                    self._cut_holding(holding, keep)
+                elif not keep:
+                    self._cut_away(holding)
+            if keep:
+                node.changed()
+                self._fit(node)
+        self.tidy()
+
+    def _cut_away(self, holding: Holding) -> None:
+        """The tree forgets a holding for want of room."""
+        self._remove(holding)
+
+    # ── integrity ─────────────────────────────────────────────────────────────────────────────
+
+    def walk(self, top: Node) -> Iterator[Node]:
         """Every node below `top`, parents first."""
         todo = list(top.children.values())
         while todo:
@@ -212,69 +343,47 @@ class PromptTree:
             yield node
             todo.extend(node.children.values())
 
-    # ── the bound ─────────────────────────────────────────────────────────────────────────────
+    def check_integrity(self) -> None:
+        """Raises: AssertionError if the tree contradicts itself."""
+        num_blocks = num_nodes = 0
+        entered = {id(node) for _, _, node in self._ends}
+        found: dict[Life, int] = dict.fromkeys([*self._lives.values(), *self._over], 0)
+        for namespace, root in self._roots.items():
+            assert root.namespace == namespace and root.children and not root.holders
+            assert root.parent is None
+            for node in self.walk(root):
+                num_nodes += 1
+                num_blocks += self._size(node)
+                self._check_node(node)
+                assert node.is_entered == (id(node) in entered)
+                assert node.children or node.is_entered, "a lost end"
+                for life in node.holders:
+                    found[life] += 1
+        assert num_blocks == self._num_blocks <= self._max_blocks
+        assert num_nodes == self._num_nodes
+        assert len(self._ends) <= 2 * self._num_nodes + 64, "stale ends pile up"
+        assert all(count == len(life.holdings) for life, count in found.items())
+        assert not any(life.is_over for life in self._lives.values())
 
-    def _enter(self, node: _Node, namespace: Namespace | None) -> None:
-        entry = (node.last_told, next(self._entry_numbers), namespace, node)
-        heapq.heappush(self._ends, entry)
-
-    def _tidy_ends(self) -> None:
-        if len(self._ends) > 2 * self._num_nodes + 64:
-            self._renew_ends()
-
-    def _renew_ends(self) -> None:
-        """Rebuild the heap without stale entries."""
-        self._ends = [
-            (node.last_told, next(self._entry_numbers), namespace, node)
-            for namespace, root in self._roots.items()
-            for node in self._walk(root)
-            if not node.children
-        ]
-        heapq.heapify(self._ends)
-
-    def _oldest_end(self) -> tuple[float, int, Namespace | None, _Node] | None:
-        """The leaf that was told longest ago; stays in the heap."""
-        while self._ends:
-            told, _, _, node = self._ends[0]
-            if node.parent is not None and not node.children and node.last_told == told:
-                return self._ends[0]
-            heapq.heappop(self._ends)
-        return None
-
-    def _shrink(self) -> None:
-        while (excess := self._num_blocks - self._max_blocks) > 0:
-            end = self._oldest_end()
-            assert end is not None
-            _, _, namespace, node = end
-            if len(node.label) > excess * self._block_bytes:
-                node.label = node.label[: -excess * self._block_bytes]
-                self._num_blocks -= excess
-            else:
-                self._cut(node, namespace)
-
-    # ── small helpers ─────────────────────────────────────────────────────────────────────────
-
-    def _pack(self, tokens: Sequence[int]) -> bytes:
-        """The full blocks."""
-        full = len(tokens) // self._block_size * self._block_size
-        return array(_TOKEN, tokens[:full]).tobytes()
-
-    def _shared_bytes(self, label: bytes, key: bytes, start: int) -> int:
-        """Length of the common beginning of `label` and `key[start:]`, in whole blocks."""
-        rest = key[start : start + len(label)]
-        if rest == label:
-            return len(label)
-        ours = np.frombuffer(label[: len(rest)], dtype=np.int32)
-        theirs = np.frombuffer(rest, dtype=np.int32)
-        differs = ours != theirs
-        tokens = int(differs.argmax()) if differs.any() else len(differs)
-        return tokens // self._block_size * self._block_bytes
-
-    def _check_node(self, node: _Node, *, is_top: bool) -> None:
-        assert node.label and len(node.label) % self._block_bytes == 0
-        assert node.holders and node.last_told == max(node.holders.values())
+    def _check_node(self, node: Node) -> None:
+        size = self._size(node)
+        assert size and len(node.label) == size * self._block_bytes
         assert node.parent is not None
-        assert node.parent.children[node.label[: self._block_bytes]] is node
-        if not is_top:
-            above = node.parent.holders
-            assert all(above[instance] >= told for instance, told in node.holders.items())
+        assert node.parent.children[bytes(node.label[: self._block_bytes])] is node
+        assert node.children or node.holders, "nobody holds this end"
+        is_topmost = isinstance(node.parent, Root)
+        longest = 0
+        num_swapped = 0
+        for life, holding in node.holders.items():
+            assert holding.life is life and holding.node is node and holding in life.holdings
+            assert 0 < holding.num_blocks <= size
+            longest = max(longest, holding.num_blocks)
+            num_swapped += bool(holding.num_dram(holding.num_blocks))
+            if not life.is_over and not is_topmost:
+                above = node.parent.holders[life]
+                assert above.num_blocks == self._size(node.parent), "held without what is before"
+        assert node.children or longest == size, "blocks that nobody holds"
+        assert num_swapped == node.num_swapped
+        counts = node.counts(len(self.instances), self._num_over)
+        for life, holding in node.holders.items():
+            assert life.is_over or counts[life.slot] == holding.num_blocks

@@ -7,10 +7,15 @@ the latest requests; `status.py` passes the finished form on.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import msgspec
 
 from memserve.types import InstanceId, RequestId
+
+Number: TypeAlias = str | int | float
+Detail: TypeAlias = dict[str, Number | list[dict[str, Number]]]
+"""What there is to say of a step; a list has one entry per candidate, or the like."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -20,7 +25,7 @@ class Step(msgspec.Struct, frozen=True):
     at_s: float
     """Seconds since the request was submitted."""
     instance: InstanceId | None = None
-    detail: dict[str, str | int | float] = {}
+    detail: Detail = {}
 
 
 class RequestTimeline(msgspec.Struct, frozen=True):
@@ -58,7 +63,7 @@ class Timeline:
         name: str,
         now: float,
         instance: InstanceId | None = None,
-        detail: Mapping[str, str | int | float] | None = None,
+        detail: Mapping[str, Number | list[dict[str, Number]]] | None = None,
     ) -> None:
         """Add a line."""
         self._steps.append(Step(name, now - self._submitted_at, instance, dict(detail or {})))

@@ -74,6 +74,12 @@ class RequestSpec(msgspec.Struct, frozen=True):
     """D must sample the first token itself: grammars, penalties, `min_tokens` and seeds depend on
     the generated tokens, and D would take P's token for a part of the prompt."""
     namespace: Namespace
+    client: str = ""
+    """Whose turn it takes, when requests wait: the API key's name."""
+    priority: int = 0
+    """Lower goes first."""
+    session: str = ""
+    """What the client calls the conversation, if anything."""
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -41,6 +41,7 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 """Answered without a key: probes have none."""
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _REQUEST_ID = web.RequestKey("request_id", str)
+_KEY_NAME = web.RequestKey("key_name", str)
 _DONE = "data: [DONE]\n\n"
 
 Events: TypeAlias = AsyncGenerator[str, None]
@@ -67,12 +68,12 @@ def build_app(
     status: StatusSource,
     api: Callable[[], Api | None],
     *,
-    api_key: str = "",
+    api_keys: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> web.Application:
-    """All routes. `api` gives None until the front end is loaded; no `api_key`: no key is asked."""
+    """All routes. `api` gives None until the front end is loaded; no `api_keys`: none is asked."""
     app = web.Application(
-        middlewares=[_errors_as_json, _key_check(api_key)], client_max_size=max_body_bytes
+        middlewares=[_errors_as_json, _key_check(api_keys)], client_max_size=max_body_bytes
     )
     app.on_response_prepare.append(_add_request_id)
     routes = _Routes(status, api)
@@ -154,7 +155,8 @@ class _Routes:
     ) -> web.StreamResponse:
         body = await _read_json(request)
         calls = self._loaded().calls
-        call = calls.open(_client_id(request))
+        call = calls.open(_client_id(request), request.get(_KEY_NAME, ""))
+        call.session = _session(request, body)
         if call.client_id is None:
             request[_REQUEST_ID] = call.id
         try:
@@ -277,6 +279,13 @@ async def _add_request_id(request: web.Request, response: web.StreamResponse) ->
     response.headers.setdefault("X-Request-Id", request_id)
 
 
+def _session(request: web.Request, body: object) -> str:
+    """What the client calls the conversation, by `X-Session-Id` or OpenAI's `user`; or nothing."""
+    named = request.headers.get("X-Session-Id", "")
+    user = body.get("user") if isinstance(body, dict) else None
+    return named or (user if isinstance(user, str) else "")
+
+
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error leaves as OpenAI's JSON; a fault of ours is logged here, once."""
@@ -309,15 +318,18 @@ def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:
     return ApiError(error.status, error.reason)
 
 
-def _key_check(api_key: str) -> Middleware:
-    """Middleware that asks for `Authorization: Bearer <key>`, if there is a key."""
-    expected = f"Bearer {api_key}".encode()
+def _key_check(api_keys: Sequence[str]) -> Middleware:
+    """Middleware that asks for `Authorization: Bearer <key>`, if there are keys."""
+    expected = [f"Bearer {key}".encode() for key in api_keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if api_key and request.path not in _OPEN_PATHS:
+        if expected and request.path not in _OPEN_PATHS:
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, expected):
+            fits = [hmac.compare_digest(given, key) for key in expected]  # all, in constant time
+            if True in fits:
+                request[_KEY_NAME] = f"key {fits.index(True)}"
+            else:
                 message = "the API key is wrong or missing; allowed: Authorization: Bearer <key>"
                 raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
         return await handler(request)

@@ -30,6 +30,10 @@ class Call:
     id: str
     client_id: str | None
     """The `X-Request-Id` that the client chose."""
+    key_name: str = ""
+    """Whose API key it came with; keys take turns."""
+    session: str = ""
+    """What the client calls the conversation, if anything."""
     request_ids: list[RequestId] = field(default_factory=list)
     endings: list[Callable[[], None]] = field(default_factory=list)
     """Free what the call started; each does nothing when called again."""
@@ -48,9 +52,9 @@ class CallIndex:
         self._ended: OrderedDict[str, Call] = OrderedDict()
         self._by_client_id: dict[str, Call] = {}
 
-    def open(self, client_id: str | None = None) -> Call:
+    def open(self, client_id: str | None = None, key_name: str = "") -> Call:
         """A new call. It is to be ended by `end`."""
-        call = Call(uuid.uuid4().hex, client_id)
+        call = Call(uuid.uuid4().hex, client_id, key_name)
         self._open[call.id] = call
         if client_id is not None:
             self._by_client_id[client_id] = call

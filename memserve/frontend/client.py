@@ -175,17 +175,18 @@ class MemServeClient(EngineClient):
 
         The generator need not be iterated: ending its call (`CallIndex.end`) frees everything.
         Raises: RequestError and vLLM's validation errors if the request cannot be served,
-        UnavailableError if no instance can take it.
+        UnavailableError if no instance can take it, OverloadedError if too many wait.
         """
         if not isinstance(prompt, dict) or "type" not in prompt:
             raise TypeError("the prompt is not rendered")
-        if lora_request is not None or (sampling_params.extra_args or {}).get("kv_transfer_params"):
-            raise RequestError("LoRA adapters and kv_transfer_params are not supported")
+        if (sampling_params.extra_args or {}).get("kv_transfer_params"):
+            raise RequestError("kv_transfer_params are not supported")
         request = self.input_processor.process_inputs(
             request_id,
             prompt,
             sampling_params,
             supported_tasks=("generate",),
+            lora_request=lora_request,
             trace_headers=trace_headers,
             priority=priority,
             session_id=session_id,
@@ -211,12 +212,12 @@ class MemServeClient(EngineClient):
                 self.output_processor.add_request(request, text, run.parent, index, run.queue)
             for request in run.requests:
                 call.request_ids.append(RequestId(request.request_id))
-                self._scheduler.submit(self._spec(request))
+                self._scheduler.submit(self._spec(request, call))
         except BaseException:
             self._end(run)
             raise
 
-    def _spec(self, request: EngineCoreRequest) -> RequestSpec:
+    def _spec(self, request: EngineCoreRequest, call: Call) -> RequestSpec:
         params = request.sampling_params
         token_ids = request.prompt_token_ids
         assert params is not None and params.max_tokens is not None and token_ids is not None
@@ -232,6 +233,9 @@ class MemServeClient(EngineClient):
             max_tokens=min(params.max_tokens, room),
             resample=needs_resampling(params) or bool(self.model_config.logits_processors),
             namespace=Namespace(request.cache_salt, lora and lora.lora_name),
+            client=call.key_name,
+            priority=request.priority,
+            session=call.session,
         )
 
     async def _outputs(self, run: _Run, call: Call) -> AsyncGenerator[RequestOutput, None]:

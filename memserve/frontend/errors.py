@@ -13,6 +13,7 @@ from memserve.errors import (
     DeadlineError,
     InstanceLostError,
     MemServeError,
+    OverloadedError,
     RequestError,
     UnavailableError,
     UnknownModelError,
@@ -25,6 +26,7 @@ _TYPES = {
     405: "method_not_allowed_error",
     413: "request_too_large_error",
     422: "invalid_request_error",
+    429: "rate_limit_error",
     500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",
@@ -35,6 +37,7 @@ _STATUSES: tuple[tuple[type[MemServeError], int], ...] = (
     (UnknownModelError, 404),
     (RequestError, 400),
     (UnavailableError, 503),
+    (OverloadedError, 429),
     (DeadlineError, 504),
     (InstanceLostError, 500),
 )
@@ -66,7 +69,7 @@ class ApiError(Exception):
         """What the client is told about one of our own errors."""
         status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
         headers: dict[str, str] = {}
-        if isinstance(error, UnavailableError):
+        if isinstance(error, UnavailableError | OverloadedError):
             headers["Retry-After"] = str(error.retry_after_s)
         param = "model" if isinstance(error, UnknownModelError) else None
         return cls(status, str(error), param=param, headers=headers)

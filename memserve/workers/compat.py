@@ -4,8 +4,8 @@ Collaborators: `main.py` builds the engine here; `engine_loop.py` steps it throu
 `connector.py` is built by vLLM itself, and finds its host in the configuration made here.
 
 The engine is an unmodified vLLM wheel. What this module reaches into: the constructor and `step_fn`
-of `EngineCore`, the scheduler's queues and block pool, the list of KV layouts that the CPU backend
-admits to, and the one call that allocates the KV cache.
+of `EngineCore`, the scheduler's queues, the list of KV layouts that the CPU backend admits to, and
+the one call that allocates the KV cache. Inside the block pool: `engine_pool.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -36,7 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from memserve.errors import ConfigError, RequestError, StartError
-from memserve.types import Geometry
+from memserve.types import Geometry, Lora, Namespace
 
 if TYPE_CHECKING:
     from memserve.workers.connector import ConnectorHost
@@ -246,7 +247,14 @@ def geometry_of(model: str, block_size: int, kv_caches: Mapping[str, torch.Tenso
         page_bytes=page_bytes,
         block_stride=first.stride(0) * first.element_size(),
         layer_offsets=tuple(layer.data_ptr() - base for layer in layers),
+        page_order=_page_order(page),
     )
+
+
+def _page_order(page: torch.Tensor) -> str:
+    """Shape `[num_heads, block_size, content]`; with one head both orders are the same bytes."""
+    heads, tokens = page.stride(0), page.stride(1)
+    return "NHC" if page.shape[0] > 1 and heads < tokens else "HNC"
 
 
 # ── the engine ────────────────────────────────────────────────────────────────────────────────
@@ -255,11 +263,24 @@ def geometry_of(model: str, block_size: int, kv_caches: Mapping[str, torch.Tenso
 class Engine:
     """vLLM's `EngineCore`, as far as the engine loop needs it. Not thread-safe, as it is itself."""
 
-    def __init__(self, config: VllmConfig) -> None:
-        """Load the model and build the KV cache. Raises: StartError; what vLLM raises."""
+    def __init__(self, config: VllmConfig, loras: Sequence[Lora] = ()) -> None:
+        """Load the model and its adapters, and build the KV cache.
+
+        Raises: StartError; what vLLM raises.
+        """
         with _one_gloo_device():
             self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
+        self._loras = {lora.name: self._load(lora) for lora in loras}
+
+    def _load(self, lora: Lora) -> LoRARequest:
+        request = LoRARequest(lora.name, lora.number, lora.path)
+        try:
+            self._core.add_lora(request)
+        except Exception as error:  # whatever is wrong with it, it would break a step later
+            reason = " ".join(str(error).split())
+            raise StartError(f"models.loras.{lora.name}: {reason}") from error
+        return request
 
     # Properties of the model and the pool.
 
@@ -278,8 +299,9 @@ class Engine:
         length: int = self._core.vllm_config.model_config.max_model_len
         return length
 
-    def hash_request(self, token_ids: Sequence[int], salt: str | None) -> Request:
+    def hash_request(self, token_ids: Sequence[int], namespace: Namespace) -> Request:
         """A request that is never scheduled: vLLM computes the block hashes of the tokens."""
+        name = namespace.lora_name
         request = EngineCoreRequest(
             request_id="hash",
             prompt_token_ids=list(token_ids),
@@ -287,8 +309,8 @@ class Engine:
             sampling_params=SamplingParams(max_tokens=1),
             pooling_params=None,
             arrival_time=0.0,
-            lora_request=None,
-            cache_salt=salt,
+            lora_request=None if name is None else self._loras[name],
+            cache_salt=namespace.cache_salt,
             data_parallel_rank=None,
         )
         return Request.from_engine_core_request(request, self._core.request_block_hasher)
@@ -366,6 +388,12 @@ class Engine:
         """
         self._core.model_executor.shutdown()
         self._core.scheduler.shutdown()
+
+
+def namespace_of(request: Request) -> Namespace:
+    """Who may share the request's KV, by vLLM's own rules (an empty salt is none)."""
+    lora = request.lora_request
+    return Namespace(request.cache_salt or None, None if lora is None else lora.lora_name)
 
 
 def complete_tokens(request: Request) -> int:

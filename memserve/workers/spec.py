@@ -14,8 +14,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
+from memserve.core.cost_model import BUILT_IN, Profile
 from memserve.errors import ProtocolError
-from memserve.types import InstanceId, Role
+from memserve.types import InstanceId, Lora, Role
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,15 +36,28 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A folder, or a name that vLLM can fetch."""
     engine: dict[str, Any] = {}
     """Further fields of vLLM's `EngineArgs`."""
+    loras: list[Lora] = []
     kv_bytes: int | None
     """Size of the KV cache; None: what vLLM finds free."""
     layout: str = "auto"
     """auto, block_first or layer_first."""
+    dram_bytes: int = 0
+    """Host memory for KV blocks; 0: none."""
+    profile: Profile = BUILT_IN
+    """What computing costs on this device: whether swapping in is faster."""
     reserve_blocks: int = 1
     """Blocks that stay free when a peer asks for some."""
     heartbeat_interval_s: float = 1.0
     num_threads: int = 1
     """Of torch's operators on the CPU."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    visible_gpus: tuple[str, ...] = ()
+    """The GPUs as CUDA_VISIBLE_DEVICES names them: the worker's own first, then its peers'."""
+    gpu_lock: str = ""
+    """A file that instances which share a GPU lock while they measure it; empty: not needed."""
+    link: str = "auto"
+    """The kind of link to use, or auto."""
 
 
 class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from memserve.core.tokens import Path
 from memserve.errors import GeometryMismatchError, OutOfBlocksError, TransferError
 from memserve.messages import (
     Allocate,
@@ -45,12 +46,12 @@ from memserve.messages import (
 )
 from memserve.types import BlockId, Geometry, InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.links.base import Completion, Link, LinkOpener, require_compatible
-from memserve.workers.mempool import MemPool, Prefix
+from memserve.workers.mempool import PRIVATE_SALT, MemPool
 
 
 def private_namespace(request_id: RequestId, namespace: Namespace) -> Namespace:
     """Where a private request's KV is indexed instead, so that no other finds it."""
-    salt = f"memserve/private\0{request_id}\0{namespace.cache_salt or ''}"
+    salt = f"{PRIVATE_SALT}{request_id}\0{namespace.cache_salt or ''}"
     return Namespace(cache_salt=salt, lora_name=namespace.lora_name)
 
 
@@ -76,13 +77,11 @@ def sending_owner(transfer_id: TransferId) -> str:
 
 class _Reservation(msgspec.Struct):
     request_id: RequestId
-    prefix: Prefix
+    path: Path
     is_private: bool
     hit_ids: list[BlockId]
     new_ids: list[BlockId]
     deadline_s: float
-    expires_at: float
-    is_quarantined: bool = False
 
 
 class _Source(msgspec.Struct):
@@ -116,20 +115,18 @@ class Transfers:
         open_link: LinkOpener,
         instance: InstanceId,
         epoch: int,
-        clock: Callable[[], float],
         emit: Callable[[AnyEvent], None],
     ) -> None:
-        """`emit` takes the events in order, from inside the calls below; `clock` is monotonic."""
+        """`emit` takes the events in order, from inside the calls below."""
         self._mempool = mempool
         self._geometry = geometry
         self._open_link = open_link
         self._instance = instance
         self._epoch = epoch
-        self._clock = clock
         self._emit = emit
         self._reservations: dict[TransferId, _Reservation] = {}
-        self._arrivals: dict[RequestId, Prefix | None] = {}
-        """Committed for requests that have not been scheduled; the prefix only if it is private."""
+        self._arrivals: dict[RequestId, Path | None] = {}
+        """Committed for requests that have not been scheduled; the path only if it is private."""
         self._waiting: dict[RequestId, Transmit] = {}
         self._sources: dict[RequestId, _Source] = {}
         self._sending: dict[TransferId, _Sending] = {}
@@ -149,25 +146,26 @@ class Transfers:
         namespace = command.namespace
         if command.is_private:
             namespace = private_namespace(command.request_id, namespace)
-        prefix = self._mempool.prefix(token_ids, namespace.cache_salt)
-        hit_ids = self._mempool.match_prefix(prefix)
+        path = self._mempool.path(token_ids, namespace)
+        hit_ids = self._mempool.match_path(path)
         owner = reservation_owner(transfer_id)
         # The hits first: what alloc_mem evicts must not be among them.
         self._mempool.pin(owner, hit_ids)
         try:
-            new_ids = self._mempool.alloc_mem(prefix.num_blocks - len(hit_ids), owner)
+            new_ids = self._mempool.alloc_mem(
+                path.num_blocks - len(hit_ids), owner, lease_s=command.deadline_s
+            )
         except OutOfBlocksError as error:
             self._mempool.unpin(owner)
             self._refuse(transfer_id, str(error))
             return
         self._reservations[transfer_id] = _Reservation(
             request_id=command.request_id,
-            prefix=prefix,
+            path=path,
             is_private=command.is_private,
             hit_ids=hit_ids,
             new_ids=new_ids,
             deadline_s=command.deadline_s,
-            expires_at=self._clock() + command.deadline_s,
         )
         self._emit(
             Allocated(
@@ -190,6 +188,7 @@ class Transfers:
             self._fail_insert(transfer_id, "no such reservation")
             return
         owner = reservation_owner(transfer_id)
+        self._mempool.end_lease(owner)
         promised = len(reservation.new_ids) * self._geometry.block_bytes
         if command.size_bytes != promised:
             self._mempool.free_all(owner)
@@ -209,17 +208,17 @@ class Transfers:
 
     def expire(self) -> None:
         """Quarantine the reservations whose deadline has passed. Emits Expired for each."""
-        now = self._clock()
+        due = set(self._mempool.expired())
         for transfer_id, reservation in self._reservations.items():
-            if now < reservation.expires_at:
+            if (owner := reservation_owner(transfer_id)) not in due:
                 continue
-            reservation.is_quarantined = True
-            reservation.expires_at = now + reservation.deadline_s
+            self._mempool.quarantine(owner)
+            self._mempool.renew(owner, reservation.deadline_s)
             self._emit(Expired(instance=self._instance, epoch=self._epoch, transfer_id=transfer_id))
 
     def next_deadline(self) -> float | None:
-        """When to call `expire` next, by the clock; None: not at all."""
-        return min((r.expires_at for r in self._reservations.values()), default=None)
+        """When to call `expire` next, by MemPool's clock; None: not at all."""
+        return self._mempool.next_expiry()
 
     def scheduled(self, request_id: RequestId) -> None:
         """The request's own references hold its blocks now: drop what kept them for it."""
@@ -235,10 +234,10 @@ class Transfers:
 
     def forget(self, request_id: RequestId) -> None:
         """The request will not run here: drop its arrival, and what was private to it."""
-        prefix = self._arrivals.pop(request_id, None)
+        path = self._arrivals.pop(request_id, None)
         self._mempool.unpin(arrival_owner(request_id))
-        if prefix is not None:
-            self._mempool.delete_prefix(prefix)
+        if path is not None:
+            self._mempool.delete_path(path)
 
     # ── sender ────────────────────────────────────────────────────────────────────────────────
 
@@ -283,7 +282,7 @@ class Transfers:
         `is_computed`: whether all that the index names at this moment has its KV; nothing is read
         before. Nothing is remembered of the request; the blocks are pinned until the end.
         """
-        found = self._mempool.match(history.token_ids, history.namespace.cache_salt)
+        found = self._mempool.match(history.token_ids, history.namespace)
         end = command.first_block + len(command.block_ids)
         source_ids = found[command.first_block : end]
         self._mempool.pin(sending_owner(command.transfer_id), source_ids)
@@ -323,7 +322,7 @@ class Transfers:
         """Receiver: free the reservation. Sender: stop; emits TransmitFailed when that is done."""
         transfer_id = command.transfer_id
         if self._reservations.pop(transfer_id, None) is not None:
-            self._mempool.free_all(reservation_owner(transfer_id))
+            self._free_reservation(transfer_id)
         waiting = [r for r, t in self._waiting.items() if t.transfer_id == transfer_id]
         for request_id in waiting:
             del self._waiting[request_id]
@@ -374,8 +373,9 @@ class Transfers:
         """Close all links, and drop everything that is held. Emits nothing."""
         for peer in self._peers.values():
             peer.link.close()
+        for transfer_id in self._reservations:
+            self._free_reservation(transfer_id)
         owners = [
-            *map(reservation_owner, self._reservations),
             *map(arrival_owner, self._arrivals),
             *map(source_owner, self._sources),
             *map(sending_owner, self._sending),
@@ -397,7 +397,12 @@ class Transfers:
     @property
     def quarantined_blocks(self) -> int:
         """Of those: past their deadline."""
-        return sum(len(r.new_ids) for r in self._reservations.values() if r.is_quarantined)
+        is_quarantined = self._mempool.is_quarantined
+        return sum(
+            len(reservation.new_ids)
+            for transfer_id, reservation in self._reservations.items()
+            if is_quarantined(reservation_owner(transfer_id))
+        )
 
     @property
     def pinned_requests(self) -> int:
@@ -420,17 +425,23 @@ class Transfers:
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────
 
+    def _free_reservation(self, transfer_id: TransferId) -> None:
+        """No link writes into it any more."""
+        owner = reservation_owner(transfer_id)
+        self._mempool.end_lease(owner)
+        self._mempool.free_all(owner)
+
     def _insert(self, owner: str, reservation: _Reservation, *, pin: bool) -> int:
         """Make the reserved blocks historical; returns how many blocks of the request are."""
         if reservation.is_private and not pin:
             self._mempool.free_all(owner)  # nobody will ever look for it
             return 0
         block_ids = reservation.hit_ids + reservation.new_ids
-        self._mempool.insert_prefix(reservation.prefix, block_ids, owner)
+        self._mempool.insert_path(reservation.path, block_ids, owner)
         if pin:
             request_id = reservation.request_id
             self._mempool.hand_over(owner, arrival_owner(request_id))
-            self._arrivals[request_id] = reservation.prefix if reservation.is_private else None
+            self._arrivals[request_id] = reservation.path if reservation.is_private else None
         else:
             self._mempool.free_all(owner)
         return len(block_ids)

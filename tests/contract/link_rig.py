@@ -1,4 +1,4 @@
-"""What the tests of links share: small geometries and a second process. Imports no vLLM."""
+"""What the tests of links share: small geometries, a clock, a second process. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -57,6 +57,16 @@ def fill_random(memory: object, seed: int) -> None:
     """Contents that differ from block to block."""
     view = np.frombuffer(memory, dtype=np.uint8)  # type: ignore[call-overload]
     view[:] = np.random.default_rng(seed).integers(0, 256, len(view), dtype=np.uint8)
+
+
+class FakeClock:
+    """Time that stands still until told."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 class PeerProcess:

@@ -8,18 +8,27 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 
 from memserve.errors import OutOfBlocksError
-from memserve.types import BlockId
-from memserve.workers.mempool import BlockCounts, MemPool
+from memserve.types import BlockId, Namespace
+from memserve.workers.mempool import MemPool
+from memserve.workers.pools import BlockCounts
 from tests.contract.link_rig import BLOCK_SIZE, NUM_BLOCKS
-from tests.contract.transfer_rig import EngineStandIn, make_pool, prompt
+from tests.contract.transfer_rig import (
+    NO_NAMESPACE,
+    EngineStandIn,
+    make_hasher,
+    make_pool,
+    prompt,
+)
 
 TOTAL = NUM_BLOCKS - 1
 
 
-def insert(mempool: MemPool, tokens: list[int], salt: str | None = None) -> list[BlockId]:
+def insert(
+    mempool: MemPool, tokens: list[int], namespace: Namespace = NO_NAMESPACE
+) -> list[BlockId]:
     """Index these tokens in fresh blocks, held by nobody afterwards."""
     block_ids = mempool.alloc_mem(len(tokens) // BLOCK_SIZE, "w")
-    block_ids = mempool.insert(tokens, salt, block_ids, "w")
+    block_ids = mempool.insert(tokens, block_ids, "w", namespace)
     mempool.free_all("w")
     return block_ids
 
@@ -65,7 +74,7 @@ def test_what_was_inserted_is_found_by_full_blocks(num_tokens: int) -> None:
     tokens = prompt(num_tokens)
     block_ids = insert(mempool, tokens)
     num_blocks = num_tokens // BLOCK_SIZE
-    assert mempool.prefix(tokens, None).num_blocks == num_blocks == len(block_ids)
+    assert mempool.path(tokens).num_blocks == num_blocks == len(block_ids)
     assert mempool.match(tokens) == block_ids
     assert mempool.match(prompt(num_tokens + 9)) == block_ids
     assert mempool.stats() == BlockCounts(TOTAL, TOTAL - num_blocks, num_blocks, 0)
@@ -84,20 +93,32 @@ def test_match_changes_nothing() -> None:
     assert state() == before
 
 
-def test_salts_do_not_see_each_other() -> None:
-    mempool, _ = make_pool()
+def test_namespaces_do_not_see_each_other() -> None:
+    mempool, pool = make_pool()
     tokens = prompt(8)
-    found = {salt: insert(mempool, tokens, salt) for salt in (None, "a", "b")}
-    assert len({b for ids in found.values() for b in ids}) == 6
-    assert all(mempool.match(tokens, salt) == ids for salt, ids in found.items())
-    assert mempool.match(tokens, "c") == []
+    spaces = [
+        NO_NAMESPACE,
+        Namespace("a"),
+        Namespace("b"),
+        Namespace(None, "a"),
+        Namespace("a", "a"),
+    ]
+    found = {space: insert(mempool, tokens, space) for space in spaces}
+    assert len({b for ids in found.values() for b in ids}) == 10
+    engine = EngineStandIn(mempool, pool)
+    assert all(mempool.match(tokens, s) == engine.find(tokens, s) == found[s] for s in spaces)
+    assert mempool.match(tokens, Namespace("c")) == []
+    assert (
+        mempool.match(tokens, Namespace("")) == found[NO_NAMESPACE]
+    )  # vLLM: an empty salt is none
+    assert mempool.check_integrity({}) == []
 
 
 def test_insert_wants_one_block_for_each_full_block() -> None:
     mempool, _ = make_pool()
     block_ids = mempool.alloc_mem(2, "a")
     with pytest.raises(ValueError, match="2 blocks for a prefix of 3"):
-        mempool.insert(prompt(12), None, block_ids, "a")
+        mempool.insert(prompt(12), block_ids, "a")
 
 
 def test_an_equal_block_that_came_first_takes_the_place_of_ours() -> None:
@@ -106,7 +127,7 @@ def test_an_equal_block_that_came_first_takes_the_place_of_ours() -> None:
     ours = mempool.alloc_mem(3, "arrival")
     assert engine.start("r", prompt(9)) == 0  # meanwhile computed here: two full blocks
     theirs = engine.running["r"][:2]
-    held = mempool.insert(prompt(12), None, ours, "arrival")
+    held = mempool.insert(prompt(12), ours, "arrival")
     assert held == [*theirs, ours[2]] == mempool.held("arrival") == mempool.match(prompt(12))
     assert mempool.check_integrity(engine.running) == []
     engine.finish("r")
@@ -123,7 +144,7 @@ def test_a_hit_that_was_deleted_meanwhile_is_indexed_again() -> None:
     mempool.pin("a", hits)
     new = mempool.alloc_mem(1, "a")
     assert mempool.delete(prompt(8)) == 2
-    assert mempool.insert(prompt(12), None, hits + new, "a") == hits + new
+    assert mempool.insert(prompt(12), hits + new, "a") == hits + new
     assert mempool.match(prompt(12)) == hits + new
 
 
@@ -152,23 +173,16 @@ def test_two_owners_of_a_block_are_counted() -> None:
     assert mempool.stats().historical == 2
 
 
-def test_delete_forgets_all_copies_and_spares_their_users() -> None:
+def test_delete_forgets_and_spares_the_users() -> None:
     mempool, pool = make_pool()
     engine = EngineStandIn(mempool, pool)
     tokens = prompt(8)
-    assert engine.start("r1", tokens[:7]) == 0
-    first = engine.running["r1"][0]
-    # A second copy of the first block: as when two requests compute the same prompt at once.
-    blocks = pool.get_new_blocks(2)
-    pool.cache_full_blocks(mempool.prefix(tokens, None).request, blocks, 0, 2, BLOCK_SIZE, 0)
-    engine.running["r2"] = [BlockId(b.block_id) for b in blocks]
-    engine.finish("r2")
-    assert mempool.match(tokens) == [first, blocks[1].block_id]
-    assert mempool.delete(tokens) == 3
+    assert engine.start("r", tokens) == 0
+    assert mempool.delete(tokens) == 2
     assert mempool.match(tokens) == []
     assert mempool.stats() == BlockCounts(TOTAL, TOTAL - 2, 0, 2)
     assert mempool.check_integrity(engine.running) == []
-    engine.finish("r1")
+    engine.finish("r")
     assert mempool.delete(tokens) == 0
     assert mempool.stats() == BlockCounts(TOTAL, TOTAL, 0, 0)
 
@@ -186,13 +200,12 @@ def test_deleted_blocks_are_reused_before_any_history_goes(deleted: int) -> None
     assert mempool.stats() == BlockCounts(TOTAL, 0, 8, TOTAL - 8)
 
 
-def test_deleted_blocks_behind_a_hole_are_forgotten_too() -> None:
-    mempool, pool = make_pool()
-    block_ids = insert(mempool, prompt(12))
-    pool.evict_blocks({block_ids[0]})
-    assert mempool.match(prompt(12)) == []
-    assert mempool.delete(prompt(12)) == 2
-    assert mempool.stats().historical == 0
+def test_delete_forgets_what_continues_the_tokens() -> None:
+    mempool, _ = make_pool()
+    insert(mempool, prompt(16))
+    assert mempool.delete(prompt(8)) == 4
+    assert mempool.match(prompt(16)) == []
+    assert mempool.stats() == BlockCounts(TOTAL, TOTAL, 0, 0)
 
 
 def test_reset_spares_what_is_held() -> None:
@@ -232,7 +245,7 @@ def _hole_in_queue(mempool: MemPool, pool: BlockPool) -> None:
     insert(mempool, prompt(4, seed=9))
     mempool.pin("b", mempool.match(prompt(4, seed=8)))
     mempool.unpin("b")
-    pool.evict_blocks({block_id})
+    BlockPool.evict_blocks(pool, {block_id})
 
 
 def _unknown_hash(mempool: MemPool, pool: BlockPool) -> None:
@@ -242,9 +255,22 @@ def _unknown_hash(mempool: MemPool, pool: BlockPool) -> None:
     pool.cached_block_hash_to_block.pop(block_hash, block_id)
 
 
-def _dangling_index_entry(mempool: MemPool, pool: BlockPool) -> None:
+def _dangling_hash(mempool: MemPool, pool: BlockPool) -> None:
     (block_id,) = insert(mempool, prompt(4, seed=8))
     pool.blocks[block_id].reset_hash()
+
+
+def _unindexed(mempool: MemPool, pool: BlockPool) -> None:
+    request = make_hasher()(prompt(4, seed=8), NO_NAMESPACE)
+    blocks = pool.get_new_blocks(1)
+    BlockPool.cache_full_blocks(pool, request, blocks, 0, 1, BLOCK_SIZE, 0)
+
+
+def _copy(mempool: MemPool, pool: BlockPool) -> None:
+    (block_id,) = insert(mempool, prompt(4, seed=8))
+    block_hash = pool.blocks[block_id].block_hash
+    assert block_hash is not None
+    pool._insert_block_hash(block_hash, pool.get_new_blocks(1)[0], num_tokens=BLOCK_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +281,11 @@ def _dangling_index_entry(mempool: MemPool, pool: BlockPool) -> None:
         (_lost_from_queue, "not free with 0 references"),
         (_wrong_count, "in the free queue of"),
         (_hole_in_queue, "empty blocks behind historical ones"),
-        (_unknown_hash, "a hash that the index does not know"),
-        (_dangling_index_entry, "the index has 1 hashes, the blocks have 0"),
+        (_unknown_hash, "a hash that the pool does not know"),
+        (_dangling_hash, "the pool has 1 hashes, the blocks have 0"),
+        (_unindexed, "is published, but not in the index"),
+        (_dangling_hash, "is in the index, but not published"),
+        (_copy, "blocks share"),
     ],
 )
 def test_the_audit_finds(corrupt: Callable[[MemPool, BlockPool], None], problem: str) -> None:

@@ -40,7 +40,7 @@ from memserve.messages import (
 from memserve.types import BlockId, Direction, Namespace, RequestId, TransferId
 from memserve.workers.transfer import private_namespace
 from tests.contract.link_rig import BLOCK_SIZE
-from tests.contract.transfer_rig import DEADLINE_S, Node, allocate, prompt
+from tests.contract.transfer_rig import DEADLINE_S, NO_NAMESPACE, Node, allocate, prompt
 
 SEEDS = 3
 MAX_TOKENS = 27
@@ -83,10 +83,10 @@ class Flow(msgspec.Struct):
         return len(self.tokens) // BLOCK_SIZE
 
     @property
-    def salt(self) -> str | None:
+    def namespace(self) -> Namespace:
         if not self.is_private:
-            return None
-        return private_namespace(self.request_id, Namespace()).cache_salt
+            return NO_NAMESPACE
+        return private_namespace(self.request_id, Namespace())
 
 
 class TransferMachine(RuleBasedStateMachine):
@@ -217,20 +217,20 @@ class TransferMachine(RuleBasedStateMachine):
         """The target schedules the request, and runs it to its end."""
         flow.is_arrival = False
         target, tokens = flow.target, [*flow.tokens, 1]
-        hits = target.compute(flow.request_id, tokens, flow.salt)
+        hits = target.compute(flow.request_id, tokens, flow.namespace)
         target.transfers.scheduled(flow.request_id)
         if hits is not None:
             assert hits == flow.num_blocks or flow.was_deleted
             target.engine.finish(flow.request_id)
         if flow.is_private:
-            target.mempool.delete(tokens, flow.salt)
+            target.mempool.delete(tokens, flow.namespace)
 
     def forget(self, flow: Flow) -> None:
         """The target forgets the request, which has not been scheduled."""
         flow.is_arrival = False
         flow.target.transfers.forget(flow.request_id)
         if flow.is_private:
-            assert flow.target.mempool.match(flow.tokens, flow.salt) == []
+            assert flow.target.mempool.match(flow.tokens, flow.namespace) == []
 
     @rule(node=st.integers(0, 1))
     def relax(self, node: int) -> None:
@@ -303,7 +303,7 @@ class TransferMachine(RuleBasedStateMachine):
         )
         (event,) = flow.target.take()
         assert isinstance(event, Inserted if is_whole else InsertFailed)
-        found = flow.target.mempool.match(flow.tokens, flow.salt)
+        found = flow.target.mempool.match(flow.tokens, flow.namespace)
         if flow.is_arrival:
             assert len(found) == flow.num_blocks
             assert flow.target.mempool.held(f"arrival for {flow.request_id}") == found
@@ -406,9 +406,9 @@ class TransferMachine(RuleBasedStateMachine):
     @invariant()
     def pools_are_sound(self) -> None:
         prompts = [prompt(MAX_TOKENS, seed) for seed in range(SEEDS)]
-        salts = [None, *{f.salt for f in self.known.values() if f.salt is not None}]
+        namespaces = {NO_NAMESPACE, *(f.namespace for f in self.known.values())}
         for node in self.nodes:
-            node.check(*prompts, salts=salts)
+            node.check(*prompts, namespaces=[*namespaces])
             stats = node.mempool.stats()
             assert stats.free + stats.historical + stats.active == stats.total
             free = node.pool.free_block_queue.get_all_free_blocks()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -20,6 +21,7 @@ from vllm.v1.request import Request
 from memserve.errors import TransferError
 from memserve.messages import Allocate, AnyEvent, PeerJoined
 from memserve.types import BlockId, Direction, InstanceId, Namespace, RequestId, TransferId
+from memserve.workers.engine_pool import EnginePool
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
 from memserve.workers.transfer import Transfers
@@ -27,40 +29,60 @@ from tests.contract.link_rig import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     PAGE_BYTES,
+    FakeClock,
     buffer_bytes,
     geometry,
     read_block,
 )
 
 DEADLINE_S = 30.0
+NO_NAMESPACE = Namespace()
 _EventT = TypeVar("_EventT", bound=AnyEvent)
 
 
-def make_hasher(block_size: int = BLOCK_SIZE) -> Callable[[Sequence[int], str | None], Request]:
-    """`MemPool`'s `make_request`, with vLLM's own block hasher and without an engine."""
+def make_hasher(block_size: int = BLOCK_SIZE) -> Callable[[Sequence[int], Namespace], Request]:
+    """`EnginePool`'s `make_request`, with vLLM's own block hasher and without an engine."""
     init_none_hash(sha256)
     hasher = get_request_block_hasher(block_size, sha256)
 
-    def make_request(tokens: Sequence[int], salt: str | None) -> Request:
+    def make_request(tokens: Sequence[int], namespace: Namespace) -> Request:
         return Request(
             request_id="key",
             prompt_token_ids=list(tokens),
             sampling_params=SamplingParams(max_tokens=1),
             pooling_params=None,
             arrival_time=0.0,
-            cache_salt=salt,
+            cache_salt=namespace.cache_salt,
+            lora_request=lora_of(namespace),
             block_hasher=hasher,
         )
 
     return make_request
 
 
+def lora_of(namespace: Namespace) -> LoRARequest | None:
+    """An adapter of that name."""
+    name = namespace.lora_name
+    return None if name is None else LoRARequest(name, 1, f"/adapters/{name}")
+
+
 def make_pool(
-    num_blocks: int = NUM_BLOCKS, reserve_blocks: int = 1, block_size: int = BLOCK_SIZE
+    num_blocks: int = NUM_BLOCKS,
+    reserve_blocks: int = 1,
+    block_size: int = BLOCK_SIZE,
+    clock: Callable[[], float] = lambda: 0.0,
 ) -> tuple[MemPool, BlockPool]:
     """A MemPool over a real BlockPool; one of `num_blocks` is vLLM's null block."""
     pool = BlockPool(num_blocks, enable_caching=True, hash_block_size=block_size)
-    return MemPool(pool, block_size, make_hasher(block_size), reserve_blocks), pool
+    engine_pool = EnginePool(pool, make_hasher(block_size))
+    mempool = MemPool(
+        engine_pool,
+        block_size,
+        reserve_blocks=reserve_blocks,
+        clock=clock,
+        records_changes=True,
+    )
+    return mempool, pool
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -84,16 +106,34 @@ class EngineStandIn:
     def __init__(self, mempool: MemPool, pool: BlockPool) -> None:
         self._mempool = mempool
         self._pool = pool
+        self._hasher = make_hasher(mempool.block_size)
+        self._requests: dict[str, Request] = {}
         self.running: dict[str, list[BlockId]] = {}
 
-    def start(self, request_id: str, tokens: Sequence[int], salt: str | None = None) -> int | None:
+    def find(self, tokens: Sequence[int], namespace: Namespace) -> list[BlockId]:
+        """The longest prefix by vLLM's own hashes, without MemPool's index."""
+        found: list[BlockId] = []
+        for block_hash in self._hasher(tokens, namespace).block_hashes:
+            blocks = self._pool.get_cached_block(block_hash, [0])
+            if not blocks:
+                break
+            found.append(BlockId(blocks[0].block_id))
+        return found
+
+    def start(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        namespace: Namespace = NO_NAMESPACE,
+    ) -> int | None:
         """Schedule a whole prompt: hits, new blocks, index. Returns its hit blocks; None: no room.
 
         Like vLLM, it leaves at least one token to compute.
         """
-        prefix = self._mempool.prefix(tokens, salt)
+        request = self._hasher(tokens, namespace)
+        request.request_id = request_id
         block_size = self._mempool.block_size
-        hits = self._mempool.match_prefix(prefix)[: max(0, len(tokens) - 1) // block_size]
+        hits = self.find(tokens, namespace)[: max(0, len(tokens) - 1) // block_size]
         num_new = -(-len(tokens) // block_size) - len(hits)
         hit_blocks = [self._pool.blocks[b] for b in hits]
         evictable_hits = sum(b.ref_cnt == 0 for b in hit_blocks)
@@ -101,26 +141,43 @@ class EngineStandIn:
             return None
         self._pool.touch(hit_blocks)
         blocks = hit_blocks + self._pool.get_new_blocks(num_new)
-        self._pool.cache_full_blocks(
-            prefix.request, blocks, len(hits), prefix.num_blocks, block_size, 0
-        )
+        num_full = len(tokens) // block_size
+        self._pool.cache_full_blocks(request, blocks, len(hits), num_full, block_size, 0)
+        self._requests[request_id] = request
         self.running[request_id] = [BlockId(b.block_id) for b in blocks]
         return len(hits)
 
+    def generate(self, request_id: str, tokens: Sequence[int]) -> bool:
+        """Append tokens to a running request, as decode steps do. False: there is no room."""
+        request, block_size = self._requests[request_id], self._mempool.block_size
+        blocks = [self._pool.blocks[b] for b in self.running[request_id]]
+        num_cached = request.num_tokens // block_size
+        num_blocks = -(-(request.num_tokens + len(tokens)) // block_size)
+        if num_blocks - len(blocks) > self._pool.get_num_free_blocks():
+            return False
+        blocks += self._pool.get_new_blocks(max(0, num_blocks - len(blocks)))
+        request.append_output_token_ids(list(tokens))
+        num_full = request.num_tokens // block_size
+        self._pool.cache_full_blocks(request, blocks, num_cached, num_full, block_size, 0)
+        self.running[request_id] = [BlockId(b.block_id) for b in blocks]
+        return True
+
+    def tokens(self, request_id: str) -> list[int]:
+        """All tokens of a running request."""
+        return list(self._requests[request_id].all_token_ids)
+
+    def preempt(self, request_id: str) -> None:
+        """Take the blocks away; the request keeps its tokens, and may be started again."""
+        self._pool.free_blocks(
+            reversed([self._pool.blocks[b] for b in self.running.pop(request_id)])
+        )
+
     def finish(self, request_id: str) -> None:
         """Free the request's blocks, tail first."""
+        self._mempool.request_ended(request_id)
+        del self._requests[request_id]
         block_ids = self.running.pop(request_id)
         self._pool.free_blocks(reversed([self._pool.blocks[b] for b in block_ids]))
-
-
-class FakeClock:
-    """Time that stands still until told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Node:
@@ -133,9 +190,9 @@ class Node:
         self.epoch = 1
         self.geometry = geometry(layout, num_blocks)
         self.memory = bytearray(buffer_bytes(self.geometry))
-        self.mempool, self.pool = make_pool(num_blocks)
-        self.engine = EngineStandIn(self.mempool, self.pool)
         self.clock = FakeClock()
+        self.mempool, self.pool = make_pool(num_blocks, clock=self.clock)
+        self.engine = EngineStandIn(self.mempool, self.pool)
         self.links: dict[InstanceId, FakeLink] = {}
         self._peers: dict[InstanceId, Node] = {}
         self._events: list[AnyEvent] = []
@@ -145,7 +202,6 @@ class Node:
             self._open_link,
             self.id,
             self.epoch,
-            self.clock,
             self._events.append,
         )
 
@@ -183,10 +239,10 @@ class Node:
         return event
 
     def compute(
-        self, request_id: str, tokens: Sequence[int], salt: str | None = None
+        self, request_id: str, tokens: Sequence[int], namespace: Namespace = NO_NAMESPACE
     ) -> int | None:
         """Run a prompt, writing the KV of what was not found; it keeps running."""
-        hits = self.engine.start(request_id, tokens, salt)
+        hits = self.engine.start(request_id, tokens, namespace)
         if hits is not None:
             for index in range(hits, len(tokens) // BLOCK_SIZE):
                 block_id = self.engine.running[request_id][index]
@@ -213,13 +269,20 @@ class Node:
             start = offset + block_id * self.geometry.block_stride
             self.memory[start : start + size] = contents[layer * size : (layer + 1) * size]
 
-    def check(self, *prompts: Sequence[int], salts: Sequence[str | None] = (None,)) -> None:
-        """Every reference has an owner, and whatever the index finds holds the right KV."""
+    def check(
+        self, *prompts: Sequence[int], namespaces: Sequence[Namespace] = (NO_NAMESPACE,)
+    ) -> None:
+        """Every reference has an owner, and whatever the index finds holds the right KV.
+
+        The index finds what vLLM finds by its own hashes.
+        """
         assert self.mempool.check_integrity(self.engine.running) == []
         assert self.transfers.check_integrity() == []
         for tokens in prompts:
-            for salt in salts:
-                for index, block_id in enumerate(self.mempool.match(tokens, salt)):
+            for namespace in namespaces:
+                found = self.mempool.match(tokens, namespace)
+                assert found == self.engine.find(tokens, namespace)
+                for index, block_id in enumerate(found):
                     expected = kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3)
                     assert read_block(self.memory, self.geometry, block_id) == expected
 

@@ -27,6 +27,7 @@ class Block:
     """A known block."""
 
     places: dict[Medium, int]
+    used_s: float = 0.0
 
     @property
     def fastest(self) -> Medium:
@@ -159,6 +160,7 @@ class Pair:
         path = self._path(namespace, tokens)
         known = self.naive.known(namespace, tokens)
         free = self._free(medium)
+        first = min(first, path.num_blocks)
         places: list[int] = []
         for depth in range(first, min(first + num, path.num_blocks)):
             old = known[depth].places.get(medium) if depth < len(known) else None
@@ -174,6 +176,7 @@ class Pair:
         done = self.real.insert(path, places, first, medium)
         assert done.duplicates == self.naive.insert(namespace, tokens, places, first, medium)
         if places:
+            self._use(namespace, tokens, first + len(places))
             assert done.end is not None
             self._hold(self.cursors, namespace, tokens, first + len(places), done.end)
 
@@ -206,6 +209,8 @@ class Pair:
         done = self.real.append(held.cursor, packed, places, medium)
         assert done.duplicates == self.naive.insert(namespace, prompt, places, first, medium)
         assert done.end is not None
+        if num:
+            self._use(namespace, prompt, first + num)
         self._hold(self.cursors, namespace, prompt, first + num, done.end)
 
     def copy(self, sources: Sequence[int], source: Medium, target: Medium) -> None:
@@ -252,6 +257,8 @@ class Pair:
 
     def touch(self, namespace: Namespace, tokens: Sequence[int], num_blocks: int | None) -> None:
         self.real.touch(self._path(namespace, tokens), num_blocks)
+        known = len(self.naive.known(namespace, tokens))
+        self._use(namespace, tokens, known if num_blocks is None else min(known, num_blocks))
 
     def acquire(self, namespace: Namespace, tokens: Sequence[int], num_blocks: int) -> None:
         path = self._path(namespace, tokens)
@@ -331,6 +338,7 @@ class Pair:
         for place in places:
             key = self.naive.at(medium, place)
             assert key in held_here and key not in protected
+            assert self.naive.blocks[key].used_s <= self.now_s - idle_s
             held_here.remove(key)
             assert held_here.isdisjoint(self.naive.below(key)), "not an end"
 
@@ -343,14 +351,19 @@ class Pair:
         used = {b.places.get(medium) for b in self.naive.blocks.values()}
         return [place for place in range(self.num_places) if place not in used]
 
+    def _use(self, namespace: Namespace, tokens: Sequence[int], depth: int) -> None:
+        for block in self.naive.known(namespace, tokens)[:depth]:
+            block.used_s = self.now_s
+
     def _hold(
         self, where: list[Held], namespace: Namespace, tokens: Sequence[int], depth: int,
         cursor: Cursor,
     ) -> None:  # fmt: skip
         key = self.naive.key(namespace, tokens, depth)
         where.append(Held(key, self.naive.blocks[key], cursor))
-        if len(self.cursors) > 8:
-            del self.cursors[0]
+        if len(where) > 8:
+            self.real.release(where[0].cursor) if where is self.references else None
+            del where[0]
 
     def _same(self, freed: Locations, expected: list[tuple[Medium, int]]) -> None:
         got = [(Medium.HBM, place) for place in freed.hbm]

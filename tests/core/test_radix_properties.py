@@ -24,29 +24,38 @@ MEDIA = [Medium.HBM, Medium.HBM, Medium.DRAM]
 SOAK_OPERATIONS = int(os.environ.get("MEMSERVE_SOAK_OPERATIONS", "3000"))
 
 
+def prompt(pair: Pair, rng: random.Random) -> tuple[Namespace, list[int]]:
+    """Mostly one that begins with what is known; few different tokens, at times a partial block."""
+    end = [rng.randrange(2) for _ in range(rng.randrange(2 * 6))]
+    if pair.naive.blocks and rng.random() < 0.7:
+        namespace, known = rng.choice(list(pair.naive.blocks))
+        return namespace, [*known, *end]
+    return rng.choice(NAMESPACES), end
+
+
 def step(pair: Pair, rng: random.Random) -> None:
     """One operation, chosen and filled in by `rng`."""
     pair.now_s += rng.choice([0.0, 1.0, 1.0, 5.0])
-    namespace = rng.choice(NAMESPACES) if rng.random() < 0.4 else NAMESPACES[0]
+    namespace, tokens = prompt(pair, rng)
     medium = rng.choice(MEDIA)
-    # Few different tokens, so that prompts share beginnings; a partial block at times.
-    tokens = [rng.randrange(2) for _ in range(rng.randrange(2 * 10))]
-    depth = rng.randrange(len(tokens) // BLOCK_SIZE + 1)
+    known = len(pair.naive.known(namespace, tokens))
+    depth = max(0, known - rng.choice([-1, 0, 0, 1, 1, 2, 3]))
     places = [rng.randrange(pair.num_places) for _ in range(rng.randrange(1, 4))]
     operations: list[tuple[int, Callable[[], None]]] = [
-        (6, lambda: pair.insert(namespace, tokens, 0, 10, medium)),
-        (3, lambda: pair.insert(namespace, tokens, depth, rng.randrange(6), medium)),
+        (8, lambda: pair.insert(namespace, tokens, 0, 30, medium)),
+        (3, lambda: pair.insert(namespace, tokens, min(depth, known), rng.randrange(6), medium)),
+        (1, lambda: pair.insert(namespace, tokens, depth, 2, medium)),
         (1, lambda: pair.insert_wrongly(namespace, tokens, medium)),
         (4, lambda: pair.append(rng.randrange(8), tokens[:6], medium)),
-        (2, lambda: pair.copy(places, Medium.HBM, Medium.DRAM)),
-        (2, lambda: pair.copy(places, Medium.DRAM, Medium.HBM)),
+        (3, lambda: pair.copy(places, Medium.HBM, Medium.DRAM)),
+        (3, lambda: pair.copy(places, Medium.DRAM, Medium.HBM)),
         (1, lambda: pair.relocate(places[0], medium)),
         (4, lambda: pair.match(namespace, tokens)),
-        (3, lambda: pair.drop(places, medium)),
+        (2, lambda: pair.drop(places[:2], medium)),
         (1, lambda: pair.delete(namespace, tokens, depth)),
-        (2, lambda: pair.evict(rng.randrange(5), medium, rng.choice([0.0, 0.0, 7.0]))),
-        (1, lambda: pair.touch(namespace, tokens, rng.choice([None, depth]))),
-        (2, lambda: pair.acquire(namespace, tokens, depth)),
+        (3, lambda: pair.evict(rng.randrange(9), medium, rng.choice([0.0, 0.0, 12.0]))),
+        (2, lambda: pair.touch(namespace, tokens, rng.choice([None, depth]))),
+        (3, lambda: pair.acquire(namespace, tokens, depth)),
         (2, lambda: pair.release(rng.randrange(8))),
     ]
     if rng.random() < 0.002:

@@ -17,6 +17,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
+from memserve.changes import Evicted
+from memserve.core.swap import SwapDecision, SwapLimits
+from memserve.core.tokens import pack
 from memserve.errors import RequestError
 from memserve.messages import (
     Abort,
@@ -26,6 +29,8 @@ from memserve.messages import (
     AnyEvent,
     Audit,
     Audited,
+    CacheChanged,
+    CacheSnapshot,
     Commit,
     Decode,
     Expired,
@@ -36,6 +41,8 @@ from memserve.messages import (
     PeerJoined,
     Prefill,
     Rejected,
+    ResetCache,
+    SendSnapshot,
     Sent,
     Started,
     Stop,
@@ -46,11 +53,15 @@ from memserve.messages import (
 from memserve.types import InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.compat import Engine, EngineCodec, complete_tokens
 from memserve.workers.engine_loop import EngineLoop
+from memserve.workers.index_reports import IndexReports
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
 from memserve.workers.requests import decode_request, prefill_request
+from memserve.workers.swap_queue import NoSwaps, SwapQueue, Swaps
+from memserve.workers.swapping import Swapper
 from memserve.workers.transfer import Transfers, private_namespace
 from tests.contract.link_rig import BLOCK_SIZE, buffer_bytes, geometry
+from tests.contract.swap_rig import CheapSwaps, ManualQueues, make_tier
 from tests.contract.transfer_rig import FakeClock, make_hasher, make_pool, prompt
 from tests.integration.worker_harness import request_bytes
 
@@ -104,7 +115,7 @@ class ScriptedEngine:
         if self.breaks_on_add is not None:
             raise self.breaks_on_add
         self.added.append(request)
-        key = self._hasher(request.prompt_token_ids or [], request.cache_salt)
+        key = self._hasher(request.prompt_token_ids or [], Namespace(request.cache_salt))
         key.request_id = request.request_id
         assert request.sampling_params is not None
         assert request.sampling_params.max_tokens is not None
@@ -177,6 +188,7 @@ class ScriptedChannel:
         self.events: list[AnyEvent] = []
         self.waits: list[float] = []
         self.is_idle_after = 1
+        self.spins = 0
         self.loop: EngineLoop | None = None
 
     def send(self, event: AnyEvent) -> None:
@@ -187,7 +199,12 @@ class ScriptedChannel:
 
     def wait(self, timeout_s: float) -> None:
         self.waits.append(timeout_s)
-        if self.commands or timeout_s <= 0.0:
+        if self.commands:
+            return
+        if timeout_s <= 0.0:
+            self.spins += 1
+            if self.spins > 1000 and self.loop is not None:
+                self.loop.stop()  # it waits for a copy that a test holds back
             return
         self._clock.now_s += timeout_s
         self.is_idle_after -= 1
@@ -197,31 +214,41 @@ class ScriptedChannel:
 
 
 class Bench:
-    """One loop with everything around it."""
+    """One loop with everything around it; with `queues`, it has a DRAM tier that copies on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, queues: ManualQueues | None = None) -> None:
         self.clock = FakeClock()
-        self.mempool, self.pool = make_pool(NUM_BLOCKS)
+        self.mempool, self.pool = make_pool(NUM_BLOCKS, clock=self.clock)
         self.engine = ScriptedEngine(self.mempool, self.pool)
         self.channel = ScriptedChannel(self.clock)
         shape = geometry("block_first", NUM_BLOCKS)
         size = buffer_bytes(shape)
-        self.link = FakeLink(bytearray(size), shape, bytearray(size), shape)
+        memory = bytearray(size)
+        self.link = FakeLink(memory, shape, bytearray(size), shape)
+        reports = IndexReports(self.mempool, InstanceId("P0"), 1, self.channel.send)
         self.transfers = Transfers(
             self.mempool,
             shape,
             lambda peer: self.link,
             InstanceId("P0"),
             1,
-            self.clock,
-            self.channel.send,
+            reports.send,
         )
+        self.swaps: Swaps = NoSwaps()
+        if queues is not None:
+            limits = SwapLimits(margin_blocks=0, pinned_blocks=8)
+            tier = make_tier(shape, memory, queues, self.clock)
+            self.swapper = Swapper(self.mempool, tier, limits, self.clock, batch_blocks=4)
+            decision = SwapDecision(CheapSwaps(), BLOCK_SIZE, shape.block_bytes)
+            self.swaps = SwapQueue(self.mempool, self.swapper, decision, limits, self.clock)
         self.loop = EngineLoop(
             InstanceId("P0"),
             1,
             cast(Engine, self.engine),
             self.mempool,
             self.transfers,
+            self.swaps,
+            reports,
             self.channel,
             heartbeat_interval_s=1.0,
             clock=self.clock,
@@ -229,13 +256,18 @@ class Bench:
         self.engine.loop = self.channel.loop = self.loop
 
     def run(self, *commands: AnyCommand, idle_waits: int = 0) -> list[AnyEvent]:
-        """Serve these until the worker is idle, and has waited so often. Without heartbeats."""
+        """Serve these until the worker is idle, and has waited so often.
+
+        Without heartbeats, and without what is said of the index.
+        """
         self.channel.commands.extend(commands)
         self.channel.is_idle_after = idle_waits
+        self.channel.spins = 0
         self.channel.events.clear()
         self.loop._is_stopping = False
         self.loop.run()
-        return [event for event in self.channel.events if not isinstance(event, Heartbeat)]
+        periodic = Heartbeat | CacheChanged
+        return [event for event in self.channel.events if not isinstance(event, periodic)]
 
     def audit(self) -> Audited:
         audited = [e for e in self.run(Audit(epoch=1, audit_id=1)) if isinstance(e, Audited)]
@@ -526,11 +558,30 @@ def test_heartbeat_follows_when_the_engine_falls_idle(bench: Bench) -> None:
     bench.run()
     before = bench.clock.now_s
     bench.run(prefill(prompt(6)))
-    assert isinstance(bench.channel.events[3], Heartbeat), kinds(bench.channel.events)
-    assert bench.channel.events[3].stats.running_requests == 0
+    assert isinstance(bench.channel.events[4], Heartbeat), kinds(bench.channel.events)
+    assert bench.channel.events[4].stats.running_requests == 0
     assert bench.clock.now_s - before <= 1.0
-    stats = bench.channel.events[3].stats
+    stats = bench.channel.events[4].stats
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (6, 0)
+
+
+def test_the_index_is_reported_before_the_end_of_a_request_and_on_demand(bench: Bench) -> None:
+    bench.run(prefill(prompt(BLOCK_SIZE + 2), hold=False))
+    assert kinds([e for e in bench.channel.events if not isinstance(e, Heartbeat)]) == [
+        Started,
+        Tokens,
+        CacheChanged,
+        Finished,
+    ]
+    assert bench.audit().problems == []
+    (snapshot,) = bench.run(SendSnapshot(epoch=1))
+    assert isinstance(snapshot, CacheSnapshot)
+    assert (snapshot.sequence, snapshot.is_last) == (1, True)
+    assert [c.token_ids for c in snapshot.changes] == [pack(prompt(BLOCK_SIZE))]
+    bench.run(ResetCache(epoch=1))
+    (changed,) = [e for e in bench.channel.events if isinstance(e, CacheChanged)]
+    assert changed.sequence == 2
+    assert [type(change) for change in changed.changes] == [Evicted]
 
 
 def test_engine_that_breaks_ends_the_loop(bench: Bench) -> None:
@@ -630,7 +681,7 @@ def test_request_that_generates_nothing_is_an_error() -> None:
 def test_kv_of_steps_in_flight_is_not_complete(
     computed: int, in_flight: int, complete: int
 ) -> None:
-    request = make_hasher()(prompt(8), None)
+    request = make_hasher()(prompt(8), Namespace())
     request.append_output_token_ids([1, 2])
     request.num_computed_tokens = computed
     request.num_in_flight_tokens = in_flight

@@ -748,7 +748,7 @@ async def test_a_body_too_large(cluster: FakeCluster, frontend: Frontend) -> Non
 
 
 async def test_api_key(cluster: FakeCluster, frontend: Frontend) -> None:
-    async for server in serve(build_app(cluster, lambda: frontend, api_key="secret")):
+    async for server in serve(build_app(cluster, lambda: frontend, api_keys=["other", "secret"])):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             for path in (CHAT, "/tokenize"):
                 status, answer = await server.post(path, {"prompt": "x"}, headers=headers)

@@ -23,7 +23,7 @@ class Tree:
     def __init__(self, namespace: Namespace, *, is_published: bool) -> None:
         self.namespace = namespace
         self.is_published = is_published
-        self.root = Node(self, None, 0, b"", array("q"))
+        self.root = Node(self, None, 0, b"", array("q"), 0)
 
 
 class Share:
@@ -49,6 +49,7 @@ class Node:
         "children",
         "keys",
         "label",
+        "number",
         "parent",
         "referenced_below",
         "references",
@@ -59,18 +60,26 @@ class Node:
     )
 
     def __init__(
-        self, tree: Tree, parent: Node | None, start: int, label: bytes, keys: array[int]
+        self,
+        tree: Tree,
+        parent: Node | None,
+        start: int,
+        label: bytes,
+        keys: array[int],
+        number: int,
     ) -> None:
         """The blocks have no place yet."""
         self.tree = tree
+        self.number = number
+        """Later nodes have higher ones; roots have 0."""
         self.parent = parent
-        """None for a root, and for what has left the tree."""
+        """None for a root."""
         self.start = start
         """Blocks above this node."""
         self.label = bytearray(label)
         """The packed tokens of its blocks."""
         self.keys = keys
-        """One for each block; they rise on the way down."""
+        """One for each block; they rise on the way down. None: a root, or it has left the tree."""
         self.shares = tuple(Share(array("i", [ABSENT]) * len(keys), 0) for _ in Medium)
         """By `Tier.index`."""
         self.children: dict[bytes, Node] = {}
@@ -120,8 +129,7 @@ class Node:
             share.places.extend(array("i", [ABSENT]) * len(keys))
 
     def take_apart(self) -> None:
-        """It has left the tree: cursors see that, and a queue's entry keeps no memory."""
-        self.parent = None
+        """It has left the tree. Who still has it finds the way up, and keeps no more memory."""
         self.label = bytearray()
         self.keys = array("q")
         self.children = {}
@@ -146,10 +154,11 @@ class Node:
 
     def cut_references(self, depth: int) -> None:
         """The node ends at `depth` from now on, with nothing below: what was further down ends."""
-        was_referenced = bool(self.references or self.referenced_below)
+        if not self.references and not self.referenced_below:
+            return
         self.references = {at: num for at, num in self.references.items() if at <= depth}
         self.referenced_below = 0
-        if was_referenced and not self.references:
+        if not self.references:
             self._tell_above(-1)
 
     def split_references(self, upper: Node) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -15,7 +14,7 @@ from memserve.core.radix.nodes import ABSENT, Node, Share
 from memserve.types import Medium
 
 _Entry: TypeAlias = tuple[float, int, Node]
-"""A time at which the node had been touched, the order of entry, an end."""
+"""A time at which the node had been touched, its number, the node."""
 
 
 class Tier:
@@ -36,7 +35,6 @@ class Tier:
         self.depths = array("i")
         """By place: blocks above the one that lies there; meaningless where `nodes` has None."""
         self._queue: list[_Entry] = []
-        self._numbers = itertools.count()
 
     def share(self, node: Node) -> Share:
         """What this medium holds of the node."""
@@ -104,15 +102,17 @@ class Tier:
     def cut(self, node: Node, offset: int) -> list[int]:
         """The node ends here from now on, with nothing below it; returns the places given up."""
         share = self.share(node)
-        was_present = bool(share.num or share.below)
-        gone = [place for place in share.places[offset:] if place != ABSENT]
+        rest = share.places[offset:]
         del share.places[offset:]
+        if not share.num and not share.below:
+            return []
+        gone = [place for place in rest if place != ABSENT]
         for place in gone:
             self.nodes[place] = None
         share.num -= len(gone)
         share.below = 0
         self.num -= len(gone)
-        if was_present and not share.num:
+        if not share.num:
             self._lost(node)
         self.queue_if_end(node)
         return gone
@@ -172,7 +172,7 @@ class Tier:
     def tidy(self, num_nodes: int) -> None:
         """Drop entries of nodes that are gone, once they are the greater part."""
         if len(self._queue) > 2 * num_nodes + 64:
-            self._queue = [entry for entry in self._queue if entry[2].parent is not None]
+            self._queue = [entry for entry in self._queue if entry[2].keys]
             heapq.heapify(self._queue)
 
     def oldest(self, num_blocks: int, touched_before_s: float) -> list[int]:
@@ -200,7 +200,7 @@ class Tier:
         while queue:
             touched_s, _, node = queue[0]
             share = self.share(node)
-            if not share.num or share.below or node.parent is None:
+            if not share.num or share.below:
                 heapq.heappop(queue)
                 share.is_queued = False
             elif touched_s != node.touched_s:
@@ -235,4 +235,4 @@ class Tier:
             node = parent
 
     def _entry(self, node: Node) -> _Entry:
-        return (node.touched_s, next(self._numbers), node)
+        return (node.touched_s, node.number, node)

@@ -1,0 +1,89 @@
+"""A `memserve up` for a benchmark: started, waited for, and stopped whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+
+_START_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 60.0
+_POLL_S = 0.2
+
+
+@contextlib.contextmanager
+def serving(flags: Sequence[str], settings: Mapping[str, object] | None = None) -> Iterator[str]:
+    """The URL of a ready server. `settings`: keys for `--set`.
+
+    Raises: SystemExit with what it printed if it does not become ready.
+    """
+    port = _free_port()
+    command = [sys.executable, "-m", "memserve", "up", "--no-tui", "--port", str(port), *flags]
+    for key, value in (settings or {}).items():
+        command += ["--set", f"{key}={value}"]
+    with tempfile.TemporaryFile("w+") as log, tempfile.NamedTemporaryFile() as no_settings:
+        environment = {**os.environ, "MEMSERVE_CONFIG": no_settings.name}
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            if not _is_ready(process, url):
+                log.seek(0)
+                sys.exit(f"memserve up did not become ready:\n{log.read()}")
+            yield url
+            process.send_signal(signal.SIGTERM)
+            process.wait(_STOP_TIMEOUT_S)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def get(url: str) -> Any:
+    """GET, as JSON."""
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return json.load(response)
+
+
+def pin_instances(url: str) -> dict[str, int]:
+    """Let each instance have a processor core of its own, as far as there are enough.
+
+    Returns: instance → core.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    pinned = {}
+    for number, instance in enumerate(get(f"{url}/v1/status")["instances"]):
+        core = cores[number % len(cores)]
+        for thread in psutil.Process(instance["pid"]).threads():
+            os.sched_setaffinity(thread.id, {core})
+        pinned[instance["id"]] = core
+    return pinned
+
+
+def _is_ready(process: subprocess.Popen[bytes], url: str) -> bool:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            get(f"{url}/ready")
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

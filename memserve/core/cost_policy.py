@@ -1,0 +1,319 @@
+"""Placement by time: the least that a request adds to what everybody waits for. Section 6.
+
+For an instance p that computes a prompt of x tokens, of which y are cached there (or will be, once
+p has worked off its queue), the paper's
+
+    queue(p) + exec(x, y)                              queue(p) = Σ exec of what is placed there
+
+and, where another instance s holds more, y' of them, the fetched form
+
+    max(queue(p), fetch) + exec(x, y')                 fetch = wait(s, p) + transfer(y' - y)
+
+whichever is less: what is fetched travels while p's queue is worked off. `wait` is what the links
+of both have under way, and half of the steps that their engines are in, since commands are served
+between steps. So a hot prefix finds a second home as soon as queueing costs more than fetching.
+
+An instance that generates adds to its steps, for all of its n requests:
+
+    load = expected tokens · ((n + 1) · step(n + 1) - n · step(n))
+
+A request that runs whole also keeps the n requests of its instance waiting while it is computed; a
+split one has to hand over what D lacks. The least sum wins. Instances whose pool has no room for
+the request count only if none has. Near ties go to who need not fetch, then to the fewest requests,
+then to the emptiest pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from memserve.core.cost_model import CostModel
+from memserve.core.loads import Bools, Counts, Loads, Seconds
+from memserve.core.policy import (
+    Demand,
+    Eligible,
+    FetchChoice,
+    Placement,
+    Split,
+    eligible,
+)
+from memserve.core.timeline import Detail, Number
+
+_TIE = 0.01
+_TIE_S = 50e-6
+"""Differences below these (relative, seconds) are no reason: no prediction is that good."""
+_FEW = 128
+_SHOWN = 4
+"""Candidates of each kind that a reason shows."""
+_ROUND_TRIPS_S = 1e-3
+"""Of a fetch: reserving and ordering, over the control channel."""
+
+
+class _Firsts(msgspec.Struct):
+    """[instances] each: what computing the prompt there takes."""
+
+    cached: Counts
+    queue_s: Seconds
+    exec_s: Seconds
+    total_s: Seconds
+    turn_s: Seconds
+    """Until its engine comes to serving a command, on average."""
+    fetch_s: Seconds
+    fetched: Counts
+    """Tokens that will be there after a fetch; 0: it does not pay."""
+    source: Counts
+
+
+class CostPolicy:
+    """See the module. Remembers nothing; the cost model is its owner's."""
+
+    name = "cost"
+
+    def __init__(self, cost: CostModel, link: str, split: Split, *, is_calibrated: bool) -> None:
+        """`link`: the kind over which KV travels between instances.
+
+        Raises: ValueError for a kind that the cost model does not know.
+        """
+        cost.transfer_s(1, link)
+        self._cost = cost
+        self._link = cost.profile.links[link]
+        self._split = split
+        self._whole_on_decode = is_calibrated
+        self._token_bytes = cost.kv_bytes(1)
+        self._chunk_tokens = cost.profile.chunk_tokens
+
+    def place(self, demand: Demand, loads: Loads) -> Placement:
+        """See `Policy`."""
+        can = eligible(loads, self._split, whole_on_decode=self._whole_on_decode)
+        firsts = self._firsts(demand, loads)
+        load_s = self._load_s(demand, loads)
+        has_room = loads.free_tokens >= demand.num_tokens + demand.expected_tokens
+        is_fetched = firsts.fetched > 0
+        first, decode, least_s = -1, None, np.inf
+        if can.whole.any():
+            stall_s = (loads.num_requests - loads.num_prefills) * firsts.exec_s
+            whole_s = firsts.total_s + stall_s + load_s
+            first = _least(whole_s, _preferred(can.whole, has_room), loads, is_fetched)
+            least_s = whole_s[first]
+        if can.prefill.any():
+            prefill = _least(firsts.total_s, can.prefill, loads, is_fetched)
+            decode_s = self._hand_over_s(demand, loads) + load_s
+            second = _least(decode_s, _preferred(can.decode, has_room), loads)
+            if firsts.total_s[prefill] + decode_s[second] < least_s:
+                first, decode = prefill, second
+        reason = self._reason(demand, loads, can, firsts, load_s, first, decode)
+        return self._placement(loads, firsts, first, decode, reason)
+
+    # ── computing the prompt ──────────────────────────────────────────────────────────────────
+
+    def _firsts(self, demand: Demand, loads: Loads) -> _Firsts:
+        cached = demand.found()
+        queue_s = loads.queue_s(demand.now)
+        exec_s = self._exec_s(demand, cached)
+        chunk_s = np.minimum(queue_s, self._cost.exec_s(self._chunk_tokens))
+        is_decoding = loads.num_requests > loads.num_prefills
+        count = len(cached)
+        firsts = _Firsts(
+            cached=cached,
+            queue_s=queue_s,
+            exec_s=exec_s,
+            total_s=queue_s + exec_s,
+            turn_s=(chunk_s + np.where(is_decoding, loads.step_s, 0.0)) / 2,
+            fetch_s=np.zeros(count),
+            fetched=np.zeros(count, np.int64),
+            source=np.zeros(count, np.int64),
+        )
+        if demand.may_fetch:
+            usable = np.where(loads.is_ready, demand.reusable(), 0)
+            if demand.dram_tokens.any():  # what a source holds in DRAM it cannot send
+                usable = np.maximum(usable - demand.dram_tokens, 0)
+            for source in self._sources(usable, loads):
+                self._consider(firsts, source, int(usable[source]), demand, loads)
+        return firsts
+
+    def _exec_s(self, demand: Demand, cached: Counts) -> Seconds:
+        """exec(x, y); with KV in DRAM, swapping it in or computing it, whichever is less."""
+        exec_s = self._exec_cached_s(demand.num_tokens, cached)
+        for slot in np.flatnonzero(demand.dram_tokens).tolist():
+            in_dram = int(demand.dram_tokens[slot])
+            swap_s = self._cost.swap_in_s(in_dram * self._token_bytes)
+            in_hbm = max(int(cached[slot]) - in_dram, 0)
+            computed_s = self._cost.exec_s(demand.num_tokens, in_hbm)
+            exec_s[slot] = min(exec_s[slot] + swap_s, computed_s)
+        return exec_s
+
+    def _exec_cached_s(self, num_tokens: int, cached: Counts) -> Seconds:
+        """As `CostModel.exec_many`; for few instances a dictionary is the faster way."""
+        if len(cached) > _FEW:
+            return self._cost.exec_many(num_tokens, cached)
+        known: dict[int, float] = {}
+        costs = []
+        for tokens in cached.tolist():
+            seconds = known.get(tokens)
+            if seconds is None:
+                seconds = known[tokens] = self._cost.exec_s(num_tokens, tokens)
+            costs.append(seconds)
+        return np.array(costs)
+
+    def _sources(self, usable: Counts, loads: Loads) -> list[int]:
+        """Who holds most (of those, who sends least), and an idler one if that is busy."""
+        most = int(usable.max(initial=0))
+        if most == 0:
+            return []
+        best = _argmin(np.where(usable == most, loads.sending_bytes, np.iinfo(np.int64).max))
+        if not loads.sending_bytes[best]:
+            return [best]
+        idlest = np.where(2 * usable >= most, loads.sending_bytes, np.iinfo(np.int64).max)
+        other = _argmin(idlest)
+        return [best] if other == best else [best, other]
+
+    def _consider(
+        self, firsts: _Firsts, source: int, num_tokens: int, demand: Demand, loads: Loads
+    ) -> None:
+        """Let those fetch from this source whom it makes faster. Mutates `firsts`."""
+        missing = num_tokens - firsts.cached
+        under_way = np.maximum(loads.sending_bytes[source], loads.receiving_bytes)
+        size_bytes = np.maximum(missing, 0) * self._token_bytes + under_way
+        fetch_s = _ROUND_TRIPS_S + firsts.turn_s[source] + firsts.turn_s + self._link.fixed_s
+        fetch_s = fetch_s + size_bytes / self._link.bytes_per_s
+        exec_s = self._cost.exec_s(demand.num_tokens, num_tokens)
+        total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s
+        pays = (missing > 0) & (total_s < firsts.total_s)
+        pays[source] = False
+        np.copyto(firsts.total_s, total_s, where=pays)
+        np.copyto(firsts.fetch_s, fetch_s, where=pays)
+        np.copyto(firsts.fetched, num_tokens, where=pays)
+        np.copyto(firsts.source, source, where=pays)
+        np.copyto(firsts.exec_s, exec_s, where=pays)
+
+    # ── generating ────────────────────────────────────────────────────────────────────────────
+
+    def _load_s(self, demand: Demand, loads: Loads) -> Seconds:
+        """[instances] What generating there adds to the steps of all of its requests."""
+        context_s = self._cost.decode_step_s(1, demand.num_tokens) - self._cost.decode_step_s(1, 0)
+        after = (loads.num_requests + 1) * (loads.next_step_s + context_s)
+        load_s: Seconds = demand.expected_tokens * (after - loads.num_requests * loads.step_s)
+        return load_s
+
+    def _hand_over_s(self, demand: Demand, loads: Loads) -> Seconds:
+        """[instances] For what the instance lacks of the prompt's full blocks, from P."""
+        full = demand.num_tokens // demand.block_size * demand.block_size
+        missing = np.maximum(full - demand.cached_tokens, 0)
+        size_bytes = missing * self._token_bytes + loads.receiving_bytes
+        hand_over_s: Seconds = self._link.seconds(0) + size_bytes / self._link.bytes_per_s
+        return hand_over_s
+
+    # ── the answer ────────────────────────────────────────────────────────────────────────────
+
+    def _placement(
+        self, loads: Loads, firsts: _Firsts, first: int, decode: int | None, reason: Detail
+    ) -> Placement:
+        fetch = None
+        if fetched := int(firsts.fetched[first]):
+            fetch = FetchChoice(loads.instances[int(firsts.source[first])], fetched)
+        return Placement(
+            first=loads.instances[first],
+            decode=None if decode is None else loads.instances[decode],
+            fetch=fetch,
+            cached_tokens=fetched or int(firsts.cached[first]),
+            reason=reason,
+        )
+
+    def _reason(
+        self,
+        demand: Demand,
+        loads: Loads,
+        can: Eligible,
+        firsts: _Firsts,
+        load_s: Seconds,
+        first: int,
+        decode: int | None,
+    ) -> Detail:
+        """The chosen ones and the best others of each kind, with their terms."""
+        computing = _best(firsts.total_s, can.whole | can.prefill, first)
+        generating = _best(load_s, can.decode & ~can.whole, decode)
+        names = loads.instances
+        candidates: list[dict[str, Number]] = [
+            {
+                "instance": names[slot],
+                "cached_tokens": cached,
+                "queue_s": round(queue_s, 6),
+                "exec_s": round(exec_s, 6),
+                "total_s": round(total_s, 6),
+                **({"load_s": round(added_s, 6)} if decode is None else {}),
+                **(
+                    {
+                        "fetch_from": names[source],
+                        "fetch_tokens": fetched,
+                        "fetch_s": round(fetch_s, 6),
+                    }
+                    if fetched
+                    else {}
+                ),
+            }
+            for slot, cached, queue_s, exec_s, total_s, added_s, source, fetched, fetch_s in _rows(
+                computing,
+                firsts.cached,
+                firsts.queue_s,
+                firsts.exec_s,
+                firsts.total_s,
+                load_s,
+                firsts.source,
+                firsts.fetched,
+                firsts.fetch_s,
+            )
+        ]
+        candidates += [
+            {"instance": names[slot], "cached_tokens": cached, "load_s": round(added_s, 6)}
+            for slot, cached, added_s in _rows(generating, demand.cached_tokens, load_s)
+        ]
+        return {
+            "policy": self.name,
+            "tokens": demand.num_tokens,
+            "expected_tokens": demand.expected_tokens,
+            "candidates": candidates,
+        }
+
+
+def _rows(slots: list[int], *arrays: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+    """(slot, its value in each array), as plain numbers."""
+    return zip(slots, *(array[slots].tolist() for array in arrays), strict=True)
+
+
+def _argmin(values: Seconds | Counts) -> int:
+    return int(values.argmin())
+
+
+def _preferred(mask: Bools, wish: Bools) -> Bools:
+    """Those that also fulfil the wish, if there are any."""
+    both = mask & wish
+    return both if both.any() else mask
+
+
+def _least(seconds: Seconds, mask: Bools, loads: Loads, is_fetched: Bools | None = None) -> int:
+    """The least of the masked ones; near ties as the module says."""
+    masked = np.where(mask, seconds, np.inf)
+    least = float(masked.min())
+    close = np.flatnonzero(masked <= least * (1 + _TIE) + _TIE_S)
+    if len(close) == 1:
+        return int(close[0])
+    ranks = [close, -loads.empty_tokens[close], loads.num_requests[close]]  # the last counts first
+    if is_fetched is not None:
+        ranks.append(is_fetched[close].astype(np.int64))
+    return int(close[np.lexsort(ranks)[0]])
+
+
+def _best(seconds: Seconds, mask: Bools, chosen: int | None) -> list[int]:
+    """The chosen one, and a few of the masked ones with the least seconds."""
+    slots = np.flatnonzero(mask)
+    if len(slots) > _SHOWN:
+        slots = slots[np.argpartition(seconds[slots], _SHOWN)[:_SHOWN]]
+    order: list[int] = slots[np.argsort(seconds[slots], kind="stable")].tolist()
+    if chosen is None:
+        return order
+    return [chosen, *[slot for slot in order if slot != chosen][: _SHOWN - 1]]

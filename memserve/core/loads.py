@@ -1,0 +1,157 @@
+"""What every instance has to do at the moment, as arrays: the policy reads them in one go.
+
+`accounting.py` keeps them in step with the requests' lifecycles, with heartbeats and with the
+transfers under way. Work is counted in seconds, by the cost model: a queue of short prompts and one
+of long ones are not the same. All arrays have one place per instance (`slots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from memserve.core.cost_model import CostModel
+from memserve.types import InstanceId, Role
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Counts: TypeAlias = npt.NDArray[np.int64]
+Seconds: TypeAlias = npt.NDArray[np.float64]
+
+_UNKNOWN = np.iinfo(np.int64).max // 4
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one request puts on one instance. It counts as prefilling while `prefill_s` is not 0."""
+
+    context_tokens: int
+    """Whose KV it holds there."""
+    prefill_s: float = 0.0
+    """Of computing its prompt, which has not ended."""
+    queued_tokens: int = 0
+    """Of the prompt, still to be computed."""
+
+
+class Loads:
+    """Of all instances that there may be; those that are not ready count for nothing."""
+
+    def __init__(self, roles: Mapping[InstanceId, Role], cost: CostModel) -> None:
+        self.instances = list(roles)
+        self.slots = {instance: slot for slot, instance in enumerate(self.instances)}
+        self.has_role: dict[Role, Bools] = {
+            role: np.array([role is other for other in roles.values()], bool) for role in Role
+        }
+        self._cost = cost
+        count = len(self.instances)
+        self.is_ready: Bools = np.zeros(count, bool)
+        self.is_open: Bools = np.zeros(count, bool)
+        """Ready, and may be given more requests."""
+        self.num_requests: Counts = np.zeros(count, np.int64)
+        self.num_prefills: Counts = np.zeros(count, np.int64)
+        """Of those: whose prompt is not computed yet."""
+        self.queued_tokens: Counts = np.zeros(count, np.int64)
+        self.context_tokens: Counts = np.zeros(count, np.int64)
+        self.free_tokens: Counts = np.full(count, _UNKNOWN, np.int64)
+        """Room for KV, history that can be evicted included, by the last heartbeat."""
+        self.empty_tokens: Counts = np.full(count, _UNKNOWN, np.int64)
+        """Of that: room that holds nothing."""
+        self.sending_bytes: Counts = np.zeros(count, np.int64)
+        self.receiving_bytes: Counts = np.zeros(count, np.int64)
+        self.step_s: Seconds = np.zeros(count)
+        """Of a decode step with the requests that it has."""
+        self.next_step_s: Seconds = np.zeros(count)
+        """The same with one request more, whose context is still empty."""
+        self._prefill_s: Seconds = np.zeros(count)
+        self._head_since: Seconds = np.zeros(count)
+        for slot in range(count):
+            self._reckon_step(slot)
+
+    # ── what changes them ─────────────────────────────────────────────────────────────────────
+
+    def start(self, instance: InstanceId) -> None:
+        """A new life: ready and open, with nothing to do."""
+        slot = self.slots[instance]
+        self.end(instance)
+        self.is_ready[slot] = self.is_open[slot] = True
+
+    def end(self, instance: InstanceId) -> None:
+        """A life is over, and what it had to do; transfers end by themselves (`add_transfer`)."""
+        slot = self.slots[instance]
+        self.is_ready[slot] = self.is_open[slot] = False
+        for counts in (
+            self.num_requests,
+            self.num_prefills,
+            self.queued_tokens,
+            self.context_tokens,
+        ):
+            counts[slot] = 0
+        self.free_tokens[slot] = self.empty_tokens[slot] = _UNKNOWN
+        self._prefill_s[slot] = 0.0
+        self._reckon_step(slot)
+
+    def add(self, instance: InstanceId, share: Share, now: float) -> None:
+        """A request has something to do there. Time: O(1)."""
+        slot = self.slots[instance]
+        if share.prefill_s and not self.num_prefills[slot]:
+            self._head_since[slot] = now
+        self._count(slot, share, 1)
+
+    def remove(self, instance: InstanceId, share: Share, now: float) -> None:
+        """What was added before has been done, or given up."""
+        slot = self.slots[instance]
+        if share.prefill_s:
+            self._head_since[slot] = now
+        self._count(slot, share, -1)
+
+    def _count(self, slot: int, share: Share, sign: int) -> None:
+        self.num_requests[slot] += sign
+        self.context_tokens[slot] += sign * share.context_tokens
+        self.queued_tokens[slot] += sign * share.queued_tokens
+        if share.prefill_s:
+            self.num_prefills[slot] += sign
+            self._prefill_s[slot] += sign * share.prefill_s
+            if not self.num_prefills[slot]:
+                self._prefill_s[slot] = 0.0  # no rounding error outlives its requests
+        self._reckon_step(slot)
+
+    def _reckon_step(self, slot: int) -> None:
+        count, tokens = int(self.num_requests[slot]), int(self.context_tokens[slot])
+        self.step_s[slot] = self._cost.decode_step_s(count, tokens)
+        self.next_step_s[slot] = self._cost.decode_step_s(count + 1, tokens)
+
+    def set_room(self, instance: InstanceId, free_tokens: int, empty_tokens: int) -> None:
+        """What a heartbeat said of the pool."""
+        slot = self.slots[instance]
+        self.free_tokens[slot] = free_tokens
+        self.empty_tokens[slot] = empty_tokens
+
+    def add_transfer(self, source: InstanceId, target: InstanceId, size_bytes: int) -> None:
+        """KV is under way (negative: it has arrived, or will not)."""
+        self.sending_bytes[self.slots[source]] += size_bytes
+        self.receiving_bytes[self.slots[target]] += size_bytes
+
+    # ── what is read ──────────────────────────────────────────────────────────────────────────
+
+    def queue_s(self, now: float) -> Seconds:
+        """[instances] Until the prompts placed there are computed. Does not mutate.
+
+        The first one's share shrinks as time passes, but the others are still to come.
+        """
+        behind = self._prefill_s * (1.0 - 1.0 / np.maximum(self.num_prefills, 1))
+        left: Seconds = np.maximum(
+            self._prefill_s - np.maximum(now - self._head_since, 0.0), behind
+        )
+        return left
+
+    def check_integrity(self) -> None:
+        """Raises: AssertionError if the arrays contradict each other."""
+        assert not (self.is_open & ~self.is_ready).any()
+        assert (self.num_prefills >= 0).all() and (self.num_prefills <= self.num_requests).all()
+        for counts in (self.queued_tokens, self.context_tokens):
+            assert (counts >= 0).all() and not counts[self.num_requests == 0].any()
+        assert (self.sending_bytes >= 0).all() and (self.receiving_bytes >= 0).all()
+        assert self.sending_bytes.sum() == self.receiving_bytes.sum()
+        assert not self._prefill_s[self.num_prefills == 0].any()
