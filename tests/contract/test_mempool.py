@@ -11,6 +11,7 @@ from vllm.v1.core.block_pool import BlockPool
 from memserve.changes import Cleared
 from memserve.errors import OutOfBlocksError
 from memserve.types import BlockId, Namespace
+from memserve.workers.engine_pool import EnginePool, RequestMaker
 from memserve.workers.mempool import MemPool
 from memserve.workers.pools import BlockCounts, RunningRequest
 from tests.contract.link_rig import BLOCK_SIZE, NUM_BLOCKS
@@ -367,6 +368,28 @@ def test_a_reset_of_the_engines_cache_empties_the_index(engine: EngineStandIn) -
     assert mempool.match(prompt(12)) == [] and mempool.index.num_blocks == 0
     assert mempool.take_changes()[-1] == Cleared()
     assert mempool.check_integrity({}) == []
+
+
+def test_an_insert_hashes_only_what_is_new(engine: EngineStandIn) -> None:
+    mempool, tokens = engine.mempool, prompt(20)
+    hits = insert(mempool, tokens[:12], Namespace("salt"))
+    asked: list[tuple[int, int]] = []
+    make_request = make_hasher()
+
+    def counted(token_ids: list[int], namespace: Namespace, known: list[bytes]) -> object:
+        request = make_request(token_ids, namespace, known)
+        asked.append((len(known), len(request.block_hashes)))
+        return request
+
+    engine_pool = cast(EnginePool, mempool._pool)
+    engine_pool._make_request = cast(RequestMaker, counted)
+    mempool.pin("a", hits)
+    new = mempool.alloc_mem(2, "a")
+    mempool.insert(tokens, hits + new, "a", Namespace("salt"))
+    assert asked == [(3, 5)]
+    assert engine.find(tokens, Namespace("salt")) == hits + new
+    mempool.insert(tokens, hits + new, "a", Namespace("salt"))
+    assert len(asked) == 1
 
 
 # ── the audit ─────────────────────────────────────────────────────────────────────────────────

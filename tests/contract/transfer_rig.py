@@ -15,13 +15,13 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from memserve.errors import TransferError
 from memserve.messages import Allocate, AnyEvent, PeerJoined
 from memserve.types import BlockId, Direction, InstanceId, Namespace, RequestId, TransferId
-from memserve.workers.engine_pool import EnginePool
+from memserve.workers.engine_pool import EnginePool, resume_hashing
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
 from memserve.workers.transfer import Transfers
@@ -40,12 +40,14 @@ NO_NAMESPACE = Namespace()
 _EventT = TypeVar("_EventT", bound=AnyEvent)
 
 
-def make_hasher(block_size: int = BLOCK_SIZE) -> Callable[[Sequence[int], Namespace], Request]:
+def make_hasher(block_size: int = BLOCK_SIZE) -> Callable[..., Request]:
     """`EnginePool`'s `make_request`, with vLLM's own block hasher and without an engine."""
     init_none_hash(sha256)
     hasher = get_request_block_hasher(block_size, sha256)
 
-    def make_request(tokens: Sequence[int], namespace: Namespace) -> Request:
+    def make_request(
+        tokens: Sequence[int], namespace: Namespace, known_hashes: Sequence[BlockHash] = ()
+    ) -> Request:
         return Request(
             request_id="key",
             prompt_token_ids=list(tokens),
@@ -54,7 +56,7 @@ def make_hasher(block_size: int = BLOCK_SIZE) -> Callable[[Sequence[int], Namesp
             arrival_time=0.0,
             cache_salt=namespace.cache_salt,
             lora_request=lora_of(namespace),
-            block_hasher=hasher,
+            block_hasher=resume_hashing(hasher, known_hashes),
         )
 
     return make_request
