@@ -15,7 +15,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 

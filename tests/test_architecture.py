@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, str] = {
     # configuration
     "config_layers": "errors",
     "engine_args": "errors",
-    "config": "config_layers core.mode engine_args errors types",
+    "config": "config_layers core.gpu_plan core.mode engine_args errors types",
     "config_text": "config",
     "loras": "errors types",
     "models": "errors types",
@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, str] = {
     "accounting": "core messages status types",
     "active": "core types",
     "caches": "core messages types",
-    "placing": "accounting active core types",
+    "placing": "accounting active caches core types",
     "scheduler": (
         "accounting active caches core errors frontend.service messages placing status types"
     ),

@@ -120,6 +120,11 @@ class EngineProbe:
         """Tokens that the KV cache holds."""
         return int(self._engine.block_pool.num_gpu_blocks - 2) * self._engine.block_size
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left of what was measured."""
+        return not self._engine.is_busy
+
     def tokens(self, count: int) -> list[int]:
         """Random token ids: no two prompts made of them share a block."""
         return [self._random.randrange(self.shape.vocab) for _ in range(count)]

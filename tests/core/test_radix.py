@@ -234,6 +234,13 @@ def test_the_places_named_are_not_returned() -> None:
     assert index.num_blocks == 0
 
 
+def test_two_branches_can_be_dropped_at_once_also_one_below_the_other() -> None:
+    index = index_of(("ABC", [1, 2, 3]), ("ABX", [1, 2, 4]))
+    assert sorted(index.drop([1, 4], HBM).hbm) == [2, 3]
+    assert index.num_blocks == 0
+    index.check_integrity()
+
+
 def test_copies_are_refused_for_what_has_left_or_is_there_already() -> None:
     index = index_of(("ABC", [1, 2, 3]))
     index.copied(HBM, [1], DRAM, [11])

@@ -7,19 +7,19 @@ import itertools
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memserve.config import Config
+from memserve.config import Config, SchedulerConfig
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
-from memserve.scheduler import SchedulerSettings
 from memserve.simulator.clock import EventQueue
 from memserve.simulator.engine import EngineLimits
 from memserve.simulator.link import SimulatedLink, Ways
-from memserve.simulator.setup import MODELS, Options, cluster, costs, load
+from memserve.simulator.setup import MODELS, Options, cluster, costs, load, scheduler_settings
 from memserve.simulator.simulation import Result, Setup, Simulation
 from memserve.simulator.synthetic import Shape
 from memserve.simulator.worker import Hardware
@@ -30,6 +30,16 @@ BLOCK = 16
 BLOCK_BYTES = 1600
 MESSAGE_S = 0.001
 FRONT_END_S = 0.002
+PLAIN = msgspec.structs.replace(
+    Config(),
+    scheduler=SchedulerConfig(
+        policy="prefix",
+        max_running=10_000,
+        max_waiting=10_000,
+        max_queued_tokens=10**9,
+        wait_timeout_s=10_000.0,
+    ),
+)
 CLOCK = functools.partial(next, itertools.count())
 
 
@@ -65,12 +75,13 @@ def simulate(
     requests: int = 16,
     tokens: int = 512,
     steps_together: int = 64,
+    config: Config = PLAIN,
 ) -> Result:
     """Run to the end; nothing may be left anywhere."""
     parsed = parse_mode(mode)
     setup = Setup(
         mode=parsed,
-        scheduler=scheduler_settings(caching or parsed.default_caching),
+        scheduler=scheduler_settings(config, caching or parsed.default_caching, "shm"),
         hardware=Hardware(geometry(blocks), "shm", EngineLimits(tokens, requests, steps_together)),
         message_s=MESSAGE_S,
         front_end_s=FRONT_END_S,
@@ -79,19 +90,6 @@ def simulate(
     result = simulation.run()
     assert simulation.check_idle() == []
     return result
-
-
-def scheduler_settings(caching: Caching) -> SchedulerSettings:
-    return SchedulerSettings(
-        caching=caching,
-        max_attempts=3,
-        max_waiting=10_000,
-        wait_timeout_s=60.0,
-        timeline_requests=10,
-        tree_ttl_s=3600.0,
-        tree_max_blocks=100_000,
-        reservation_s=30.0,
-    )
 
 
 def call(name: str, prompt: int, reply: int, at: float = 0.0) -> Call:
@@ -169,6 +167,19 @@ def test_prompt_and_reply_travel_where_the_paper_sends_them() -> None:
     assert result.outcomes[1].cached_tokens == 144
 
 
+def test_what_another_instance_holds_is_fetched_where_that_pays() -> None:
+    """With caching up to D, the reply's KV is on D alone: by default P fetches it from there."""
+    first = call("a", 100, 600)
+    calls = [first, follow_up(first, 10, 5, at=15.0)]
+    plain = simulate(calls, "1P1D-CC", caching=Caching.DECODE)
+    fetching = simulate(calls, "1P1D-CC", caching=Caching.DECODE, config=Config())
+    assert plain.outcomes[1].cached_tokens == 96
+    assert fetching.outcomes[1].cached_tokens == 688
+    assert "fetch" not in plain.traffic.transfers
+    assert fetching.traffic.transfers["fetch"] == 1
+    assert fetching.outcomes[1].ttft_s < plain.outcomes[1].ttft_s  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(
     ("caching", "cached", "forwarded"),
     [
@@ -207,12 +218,20 @@ def test_taking_steps_together_changes_no_time(calls: list[Call], mode: str) -> 
     st.sampled_from([None, *Caching]),
     st.integers(30, 60),
     st.integers(1, 4),
+    st.sampled_from([PLAIN, Config()]),
 )
 def test_every_request_ends_and_nothing_is_left(
-    calls: list[Call], mode: str, caching: Caching | None, blocks: int, requests: int
+    calls: list[Call],
+    mode: str,
+    caching: Caching | None,
+    blocks: int,
+    requests: int,
+    config: Config,
 ) -> None:
     """Also when pools are so small that requests are put back and reservations refused."""
-    result = simulate(calls, mode, caching=caching, blocks=blocks, requests=requests, tokens=64)
+    result = simulate(
+        calls, mode, caching=caching, blocks=blocks, requests=requests, tokens=64, config=config
+    )
     assert len(result.outcomes) == len(calls)
     for outcome in result.outcomes:
         assert outcome.error is None
