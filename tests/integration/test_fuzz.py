@@ -158,7 +158,7 @@ async def test_conversations_under_pressure(
         if turn.cached_tokens is not None and turn.cached_tokens < turn.known_tokens
     ]
     swapped = [i.stats.swapped_in_blocks for i in snapshot.instances if i.stats is not None]
-    assert (sum(swapped) if dram_gb else evicted), "no history had to leave HBM"
+    assert sum(swapped) if dram_gb else evicted, "no history had to leave HBM"
     assert seen.get("returned", 0) > 0
     assert snapshot.counters.cached_tokens > 0
     assert snapshot.counters.failed == 0
