@@ -135,9 +135,7 @@ class Simulation:
         self._queue = EventQueue()
         roles = dict(setup.mode.instances())
         self._workers: dict[InstanceId, SimulatedWorker] = {}
-        self.scheduler = GlobalScheduler(
-            setup.scheduler, roles, self._send, self._queue.now, costs
-        )
+        self.scheduler = GlobalScheduler(setup.scheduler, roles, self._send, self._queue.now, costs)
         self.scheduler.attach(self)
         for instance in roles:
             seat = Seat(instance, 1)
