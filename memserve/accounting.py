@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import KeysView, Mapping
 
 import msgspec
+import numpy as np
 
 from memserve.core.cost_model import CostModel
 from memserve.core.lifecycle import Phase, RequestLifecycle
@@ -111,6 +112,30 @@ class Members:
                 self.loads.add(charge.seat.instance, charge.share, now)
                 self._reckon(charge.seat.instance)
 
+    def check_integrity(self, lifecycles: Mapping[RequestId, RequestLifecycle]) -> None:
+        """Raises: AssertionError if the loads are not those of these requests, at their phases."""
+        assert self._charges.keys() <= lifecycles.keys()
+        loads = self.loads
+        context, requests, queued, prefills = (
+            np.zeros(len(loads.instances), np.int64) for _ in range(4)
+        )
+        for id, charges in self._charges.items():
+            assert [charge.seat for charge in charges] == _seats(lifecycles[id])
+            for charge in charges:
+                if charge.seat in self:
+                    slot = loads.slots[charge.seat.instance]
+                    requests[slot] += 1
+                    context[slot] += charge.share.context_tokens
+                    queued[slot] += charge.share.queued_tokens
+                    prefills[slot] += charge.share.prefill_s > 0
+        assert not any(
+            _seats(lifecycle) for id, lifecycle in lifecycles.items() if id not in self._charges
+        )
+        assert (requests == loads.num_requests).all() and (context == loads.context_tokens).all()
+        assert (queued == loads.queued_tokens).all() and (prefills == loads.num_prefills).all()
+        num_open = Counter(m.role for id, m in self._members.items() if self._is_open(id))
+        assert +self._num_open == num_open
+
     def _is_open(self, instance: InstanceId) -> bool:
         return bool(self.loads.is_open[self.loads.slots[instance]])
 
@@ -138,6 +163,18 @@ def _charges(
         return (_Charge(plan.decode or plan.first, running),)
     first = _Charge(plan.first, running if lifecycle.is_prompt_computed else prefilling)
     return (first,) if plan.decode is None else (first, _Charge(plan.decode, running))
+
+
+def _seats(lifecycle: RequestLifecycle) -> list[Seat]:
+    """Where a request is something to do, now or next."""
+    plan = lifecycle.plan
+    if plan is None or lifecycle.is_client_done:
+        return []
+    if plan.decode is None:
+        return [plan.first]
+    if lifecycle.phase in (Phase.FETCH, Phase.PREFILL):
+        return [plan.first, plan.decode]
+    return [plan.decode]
 
 
 class _LinkTotals(msgspec.Struct):

@@ -96,6 +96,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Prompt tokens that one instance still has to compute, when it is given no more."""
     policy: Literal["cost", "prefix", "session", "least_loaded", "round_robin"] = "cost"
     split: Literal["auto", "always", "never"] = "auto"
+    fetch: Literal["auto", "always", "never"] = "auto"
     timeline_requests: AtLeast0 = 1024
     freshness: Literal["events", "ttl"] = "events"
     tree_ttl_s: Seconds = 3600.0
@@ -115,6 +116,8 @@ class ModelsConfig(msgspec.Struct, frozen=True):
     """A bundled name, a Hugging Face id or a folder."""
     served_name: str = ""
     """The name in the API. Empty: the same as `model`."""
+    loras: dict[str, str] = {}
+    """LoRA adapters: the name in the API → the folder."""
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -242,6 +245,8 @@ def allowed_values(kind: Any) -> str:
         return ", ".join(typing.get_args(kind))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return ", ".join(str(member.value) for member in kind)
+    if typing.get_origin(kind) is dict:
+        return 'a table of names and folders: { name = "folder" }'
     return {str: "a string"}.get(kind, str(kind))
 
 

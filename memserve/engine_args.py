@@ -21,6 +21,7 @@ OWNED: Mapping[str, str] = {
     "served_model_name": "models.served_name",
     "tensor_parallel_size": "cluster.tp",
     "device_ids": "cluster.gpus",
+    "enable_lora": "models.loras",
     "enable_prefix_caching": "cluster.caching",
     "kv_cache_memory_bytes": "mempool.hbm_mb",
     "num_gpu_blocks_override": "mempool.hbm_mb",

@@ -32,18 +32,19 @@ from memserve.channel import Hub
 from memserve.cluster import ClusterManager, ClusterSettings
 from memserve.config import Config, caching_in_force, engine_settings, mode_in_force
 from memserve.core.cost_model import CostModel
-from memserve.core.policy import Split
+from memserve.core.policy import Fetching, Split
 from memserve.core.timeline import RequestTimeline
 from memserve.core.vocabulary import Seat
 from memserve.errors import ConfigError, MemServeError, StartError
 from memserve.frontend.app import build_app, make_runner
+from memserve.loras import engine_arguments, find_loras
 from memserve.messages import AnyEvent, Audited, Heartbeat, LinkReady, Ready, StartFailed
 from memserve.models import resolve_model
 from memserve.progress import Progress
 from memserve.scheduler import GlobalScheduler, SchedulerSettings
 from memserve.status import AuditReport, Snapshot
 from memserve.tui import live_view
-from memserve.types import InstanceId, RequestId, Role
+from memserve.types import InstanceId, Lora, RequestId, Role
 from memserve.workers.environment import set_engine_environment
 from memserve.workers.spec import WorkerSpec
 
@@ -92,6 +93,7 @@ class Orchestrator:
         self._caching = caching_in_force(config)
         self._started_at = time.monotonic()
         self._front_end: Frontend | None = None
+        self._loras: list[Lora] = []
         self._stop_asked = asyncio.Event()
         """The first signal: finish what is running."""
         self._abort_asked = asyncio.Event()
@@ -103,6 +105,7 @@ class Orchestrator:
         Raises: MemServeError, alone or in a group, if it could not start.
         """
         self._handle_signals()
+        self._loras = find_loras(self._config.models.loras, self._config.served_name)
         with _listen(self._config.server.host, self._config.server.port) as listener:
             model = await asyncio.to_thread(
                 resolve_model, self._config.models.model, self._progress.note
@@ -202,6 +205,7 @@ class Orchestrator:
                 reservation_s=config.transfer.reservation_s,
                 policy=config.scheduler.policy,
                 split=Split(config.scheduler.split),
+                fetching=Fetching(config.scheduler.fetch),
                 link=_LINKS[config.cluster.device],
             ),
             roles,
@@ -225,7 +229,8 @@ class Orchestrator:
                 log_path=str(run_dir / f"{instance}.log"),
                 log_level=config.server.log_level,
                 model=model,
-                engine=engine_settings(config),
+                engine=self._engine_settings(),
+                loras=self._loras,
                 kv_bytes=config.kv_bytes,
                 layout=config.mempool.layout,
                 reserve_blocks=config.mempool.reserve_blocks,
@@ -267,12 +272,17 @@ class Orchestrator:
 
         return build_frontend(
             model,
-            engine_settings(self._config),
+            self._engine_settings(),
             self._config.served_name,
             self._scheduler,
+            loras=self._loras,
             request_timeout_s=self._config.server.request_timeout_s,
             remembered_calls=self._config.scheduler.timeline_requests,
         )
+
+    def _engine_settings(self) -> dict[str, Any]:
+        """What is configured has the last word on how many adapters, and of which rank."""
+        return engine_arguments(self._loras) | engine_settings(self._config)
 
     async def _until_stopped(self, listener: socket.socket, show_live_view: bool) -> None:
         host, port = listener.getsockname()[:2]

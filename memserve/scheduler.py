@@ -3,8 +3,8 @@
 Collaborators: the front end submits and cancels (`frontend/`), and gets outputs through its
 `OutputSink`; the cluster manager says which instances are ready or lost (`cluster.py`); the hub
 carries commands (`channel.py`). The decisions themselves are pure and live in `core/`: `policy`
-chooses instances, `admission` orders those that wait, `lifecycle` answers every event. What the
-instances hold is known to `caches.py`. The paper: section 6.
+chooses instances (asked by `placing.py`), `admission` orders those that wait, `lifecycle` answers
+every event. What the instances hold is known to `caches.py`. The paper: section 6.
 
 A request waits here, where it can still be ordered, while the instances have enough to do:
 `_admit` places the next ones, and is the last thing that every entry point does.
@@ -17,21 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-
-import msgspec
+from collections.abc import Callable, Iterable, Mapping
 
 from memserve.accounting import Members, Totals, Traffic
 from memserve.active import Active, request_of
-from memserve.caches import Caches, Freshness
+from memserve.caches import Caches
 from memserve.core.admission import AdmissionQueue
 from memserve.core.cost_model import CostModel
 from memserve.core.delivery import Delivery
 from memserve.core.lifecycle import Phase, RequestLifecycle
-from memserve.core.policies import PolicyName, make_policy
-from memserve.core.policy import Demand, Placement, Split, can_place, session_key
 from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
-from memserve.core.tokens import TOKEN_BYTES, pack
+from memserve.core.tokens import pack
 from memserve.core.vocabulary import (
     Action,
     AnyInput,
@@ -39,14 +35,12 @@ from memserve.core.vocabulary import (
     Deliver,
     Ended,
     Fail,
-    Fetch,
     InstanceLost,
     Learned,
     Limits,
     Note,
     Output,
     PlaceAgain,
-    Plan,
     RequestSpec,
     Seat,
     Send,
@@ -65,30 +59,13 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
+from memserve.placing import Placer, SchedulerSettings
 from memserve.status import Counters, LinkStatus
-from memserve.types import Caching, InstanceId, RequestId, Role
+from memserve.types import InstanceId, RequestId, Role
+
+__all__ = ["GlobalScheduler", "SchedulerSettings"]
 
 logger = logging.getLogger(__name__)
-
-
-class SchedulerSettings(msgspec.Struct, frozen=True):
-    """The scheduler's part of the configuration."""
-
-    caching: Caching
-    max_attempts: int
-    max_waiting: int
-    wait_timeout_s: float
-    max_running: int
-    max_queued_tokens: int
-    timeline_requests: int
-    freshness: Freshness
-    tree_ttl_s: float
-    tree_max_blocks: int
-    reservation_s: float
-    policy: PolicyName
-    split: Split
-    link: str
-    """The kind of the links between instances, as the cost model calls it."""
 
 
 class GlobalScheduler:
@@ -108,8 +85,8 @@ class GlobalScheduler:
         self._clock = clock
         self._sink: OutputSink | None = None
         self._cost = cost
-        self._policy = make_policy(settings.policy, settings.split, cost, settings.link)
         self._members = Members(self._roles, cost, settings.max_running, settings.max_queued_tokens)
+        self._placer = Placer(settings, cost, self._roles, self._members)
         self._hopeless: set[InstanceId] = set()
         self._caches: Caches | None = None
         self._limits: Limits | None = None
@@ -128,7 +105,7 @@ class GlobalScheduler:
     @property
     def is_ready(self) -> bool:
         """Whether a request could be placed now."""
-        return not self._is_closing and self._can_place(self._members.instances)
+        return not self._is_closing and self._placer.can_place(self._members.instances)
 
     def attach(self, sink: OutputSink) -> None:
         """Set where outputs go."""
@@ -141,10 +118,10 @@ class GlobalScheduler:
         """
         if self._is_closing:
             raise UnavailableError("the server is shutting down")
-        if self._limits is None or not self._can_place(self._roles.keys() - self._hopeless):
+        if self._limits is None or not self._placer.can_place(self._roles.keys() - self._hopeless):
             raise UnavailableError("no instance can serve requests now")
         now = self._clock()
-        if self._queue.is_full and not self._has_room():
+        if self._queue.is_full and not self._placer.has_room():
             raise OverloadedError(
                 f"{len(self._queue)} requests are waiting already (scheduler.max_waiting)",
                 self._queue.retry_after_s(now),
@@ -225,7 +202,7 @@ class GlobalScheduler:
         self._traffic.lost(seat.instance)
         for active in list(self._requests.values()):
             self._step(active, InstanceLost(seat))
-        if not self._can_place(self._roles.keys() - self._hopeless):
+        if not self._placer.can_place(self._roles.keys() - self._hopeless):
             error = UnavailableError("no instance is left that could serve it")
             self._refuse(self._queue.waiting(), error)
         self._admit()
@@ -308,22 +285,22 @@ class GlobalScheduler:
         """Traffic of the links in `kinds` ((source, target) → kind)."""
         return self._traffic.statuses(kinds)
 
+    def check_integrity(self) -> None:
+        """Raises: AssertionError if the books, the queue and the requests contradict each other."""
+        self._queue.check_integrity()
+        unplaced = {
+            id for id, active in self._requests.items() if active.lifecycle.phase is Phase.UNPLACED
+        }
+        assert unplaced == set(self._queue.waiting())
+        assert not (self._queue and self._placer.has_room()), "somebody waits though there is room"
+        assert self.idle.is_set() == (not self._requests)
+        self._members.check_integrity({id: a.lifecycle for id, a in self._requests.items()})
+
     # ── placing ───────────────────────────────────────────────────────────────────────────────
-
-    def _can_place(self, instances: Collection[InstanceId]) -> bool:
-        """Whether these instances could serve a request."""
-        return self._can_place_roles({self._roles[instance] for instance in instances})
-
-    def _can_place_roles(self, roles: Collection[Role]) -> bool:
-        return can_place(roles, self._settings.split)
-
-    def _has_room(self) -> bool:
-        """Whether a request could be placed now, on instances that have not enough to do yet."""
-        return self._can_place_roles(self._members.open_roles)
 
     def _admit(self) -> None:
         """Place those whose turn it is, while there is room."""
-        while self._queue and self._has_room():
+        while self._queue and self._placer.has_room():
             ticket = self._queue.pop(self._clock())
             assert ticket is not None
             self._place(self._requests[ticket.id])
@@ -331,46 +308,11 @@ class GlobalScheduler:
     def _place(self, active: Active) -> None:
         """Give the request its instances. There must be room."""
         assert self._caches is not None and self._limits is not None
-        lifecycle = active.lifecycle
-        num_tokens = active.num_tokens
-        match = self._caches.match(active.path(self._limits.block_size))
         block_size = self._limits.block_size
-        demand = Demand(
-            num_tokens=num_tokens,
-            cached_tokens=match.cached_tokens,
-            dram_tokens=match.dram_tokens,
-            expected_tokens=min(lifecycle.remaining_tokens, self._totals.mean_generated_tokens),
-            session=session_key(lifecycle.spec.session, active.packed, block_size * TOKEN_BYTES),
-            now=self._clock(),
-            may_fetch=self._settings.caching.prefill_keeps,
-            block_size=block_size,
-        )
-        placement = self._policy.place(demand, self._members.loads)
-        active.missing_tokens = num_tokens - placement.cached_tokens
-        active.prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
-        active.timeline.note("placed", demand.now, placement.first, placement.reason)
-        self._carry_out(active, lifecycle.place(self._plan(placement)))
-
-    def _plan(self, placement: Placement) -> Plan:
-        caching = self._settings.caching
-        decode, fetch = placement.decode, placement.fetch
-        keeps = (
-            caching.decode_keeps
-            if self._roles[placement.first] is Role.DECODE
-            else caching.prefill_keeps
-        )
-        return Plan(
-            first=self._members.seat(placement.first),
-            decode=self._members.seat(decode) if decode is not None else None,
-            first_is_private=not keeps,
-            decode_is_private=not caching.decode_keeps,
-            returns=decode is not None and caching.decode_returns,
-            fetch=(
-                Fetch(self._members.seat(fetch.source), fetch.num_tokens)
-                if fetch is not None and keeps
-                else None
-            ),
-        )
+        match = self._caches.match(active.path(block_size))
+        mean_generated = self._totals.mean_generated_tokens
+        plan = self._placer.place(active, match, block_size, mean_generated, self._clock())
+        self._carry_out(active, active.lifecycle.place(plan))
 
     def _refuse(self, waiting: Iterable[RequestId], error: MemServeError) -> None:
         for request_id in waiting:
@@ -380,7 +322,7 @@ class GlobalScheduler:
             self._carry_out(active, active.lifecycle.give_up(str(error)))
 
     def _waited_too_long(self, now: float) -> MemServeError:
-        if not self._can_place(self._members.instances):
+        if not self._placer.can_place(self._members.instances):
             return UnavailableError("no instance became ready in time")
         seconds = self._settings.wait_timeout_s
         message = f"no instance had room within {seconds:g} s (scheduler.wait_timeout_s)"
@@ -408,6 +350,7 @@ class GlobalScheduler:
         if delivery.tokens and token_ids:
             active.timeline.note_tokens(len(token_ids), now, instance)
             self._totals.generated_tokens += len(token_ids)
+            self._queue.charge(active.lifecycle.spec.client, len(token_ids))
         if delivery.final:
             self._finish(active)
 
@@ -438,9 +381,7 @@ class GlobalScheduler:
                     self._queue.push_returned(active.ticket(deadline))
                 case Ended():
                     active.timeline.note("released", now)
-                    spec = active.lifecycle.spec
-                    self._queue.charge(spec.client, len(active.lifecycle.generated))
-                    del self._requests[spec.id]
+                    del self._requests[active.lifecycle.spec.id]
                     if not self._requests:
                         self.idle.set()
                 case Deliver():

@@ -76,6 +76,17 @@ class Namespace(msgspec.Struct, frozen=True, array_like=True):
     lora_name: str | None = None
 
 
+class Lora(msgspec.Struct, frozen=True):
+    """A LoRA adapter that is served as a model of its own name."""
+
+    name: str
+    number: int
+    """From 1 on; the same in all processes."""
+    path: str
+    """Its folder, absolute: a part of vLLM's block hashes, so the same everywhere, too."""
+    rank: int
+
+
 class Direction(enum.Enum):
     """Which way a request's KV travels."""
 

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, str] = {
     "engine_args": "errors",
     "config": "config_layers core.mode engine_args errors types",
     "config_text": "config",
+    "loras": "errors types",
     "models": "errors types",
     "profiles": "config core.builtin core.profile errors models",
     "calibration": ("config core errors models profiles workers.environment workers.spec"),
@@ -45,7 +46,10 @@ MAY_IMPORT: dict[str, str] = {
     "accounting": "core messages status types",
     "active": "core types",
     "caches": "core messages types",
-    "scheduler": "accounting active caches core errors frontend.service messages status types",
+    "placing": "accounting active caches core types",
+    "scheduler": (
+        "accounting active caches core errors frontend.service messages placing status types"
+    ),
     # the front end says in `service` what it needs of the others, and sees no more of them
     "frontend": "core.delivery core.vocabulary errors frontend messages types",
     "frontend.service": "core.delivery core.vocabulary errors status types",
@@ -67,7 +71,8 @@ MAY_IMPORT: dict[str, str] = {
     ),
     # what joins them
     "orchestrator": (
-        "channel cluster config core engine_args errors frontend messages models profiles progress"
+        "channel cluster config core engine_args errors frontend loras messages models profiles"
+        " progress"
         " scheduler status tui types units workers.environment workers.spec"
     ),
     "cli": (

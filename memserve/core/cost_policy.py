@@ -9,8 +9,8 @@ and, where another instance s holds more, y' of them, the fetched form
     max(queue(p), fetch) + exec(x, y')                 fetch = wait(s, p) + transfer(y' - y)
 
 whichever is less: what is fetched travels while p's queue is worked off. `wait` is what the links
-of both have under way, and the step that the sender's engine is in. So a hot prefix finds a second
-home as soon as queueing costs more than fetching.
+of both have under way, and half of the steps that their engines are in, since commands are served
+between steps. So a hot prefix finds a second home as soon as queueing costs more than fetching.
 
 An instance that generates adds to its steps, for all of its n requests:
 
@@ -18,13 +18,18 @@ An instance that generates adds to its steps, for all of its n requests:
 
 A request that runs whole also keeps the n requests of its instance waiting while it is computed; a
 split one has to hand over what D lacks. The least sum wins. Instances whose pool has no room for
-the request count only if none has. Near ties go to the fewest requests, then to the emptiest pool.
+the request count only if none has. Near ties go to who need not fetch, then to the fewest requests,
+then to the emptiest pool.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from memserve.core.cost_model import CostModel
 from memserve.core.loads import Bools, Counts, Loads, Seconds
@@ -41,6 +46,7 @@ from memserve.core.timeline import Detail, Number
 _TIE = 0.01
 _TIE_S = 50e-6
 """Differences below these (relative, seconds) are no reason: no prediction is that good."""
+_FEW = 128
 _SHOWN = 4
 """Candidates of each kind that a reason shows."""
 _ROUND_TRIPS_S = 1e-3
@@ -54,6 +60,8 @@ class _Firsts(msgspec.Struct):
     queue_s: Seconds
     exec_s: Seconds
     total_s: Seconds
+    turn_s: Seconds
+    """Until its engine comes to serving a command, on average."""
     fetch_s: Seconds
     fetched: Counts
     """Tokens that will be there after a fetch; 0: it does not pay."""
@@ -84,21 +92,21 @@ class CostPolicy:
         firsts = self._firsts(demand, loads)
         load_s = self._load_s(demand, loads)
         has_room = loads.free_tokens >= demand.num_tokens + demand.expected_tokens
+        is_fetched = firsts.fetched > 0
+        first, decode, least_s = -1, None, np.inf
         if can.whole.any():
             stall_s = (loads.num_requests - loads.num_prefills) * firsts.exec_s
             whole_s = firsts.total_s + stall_s + load_s
-            whole = _least(whole_s, _preferred(can.whole, has_room), loads)
+            first = _least(whole_s, _preferred(can.whole, has_room), loads, is_fetched)
+            least_s = whole_s[first]
         if can.prefill.any():
-            hand_over_s = self._hand_over_s(demand, loads)
-            first = _least(firsts.total_s, can.prefill, loads)
-            decode_s = hand_over_s + load_s
-            decode = _least(decode_s, _preferred(can.decode, has_room), loads)
-            split_s = firsts.total_s[first] + decode_s[decode]
-            if not can.whole.any() or split_s < whole_s[whole]:
-                reason = self._reason(demand, loads, can, firsts, load_s)
-                return self._placement(loads, firsts, first, decode, reason)
-        reason = self._reason(demand, loads, can, firsts, load_s)
-        return self._placement(loads, firsts, whole, None, reason)
+            prefill = _least(firsts.total_s, can.prefill, loads, is_fetched)
+            decode_s = self._hand_over_s(demand, loads) + load_s
+            second = _least(decode_s, _preferred(can.decode, has_room), loads)
+            if firsts.total_s[prefill] + decode_s[second] < least_s:
+                first, decode = prefill, second
+        reason = self._reason(demand, loads, can, firsts, load_s, first, decode)
+        return self._placement(loads, firsts, first, decode, reason)
 
     # ── computing the prompt ──────────────────────────────────────────────────────────────────
 
@@ -106,12 +114,15 @@ class CostPolicy:
         cached = demand.reusable()
         queue_s = loads.queue_s(demand.now)
         exec_s = self._exec_s(demand, cached)
+        chunk_s = np.minimum(queue_s, self._cost.exec_s(self._chunk_tokens))
+        is_decoding = loads.num_requests > loads.num_prefills
         count = len(cached)
         firsts = _Firsts(
             cached=cached,
             queue_s=queue_s,
             exec_s=exec_s,
             total_s=queue_s + exec_s,
+            turn_s=(chunk_s + np.where(is_decoding, loads.step_s, 0.0)) / 2,
             fetch_s=np.zeros(count),
             fetched=np.zeros(count, np.int64),
             source=np.zeros(count, np.int64),
@@ -126,7 +137,7 @@ class CostPolicy:
 
     def _exec_s(self, demand: Demand, cached: Counts) -> Seconds:
         """exec(x, y); with KV in DRAM, swapping it in or computing it, whichever is less."""
-        exec_s = self._cost.exec_many(demand.num_tokens, cached)
+        exec_s = self._exec_cached_s(demand.num_tokens, cached)
         for slot in np.flatnonzero(demand.dram_tokens).tolist():
             in_dram = int(demand.dram_tokens[slot])
             swap_s = self._cost.swap_in_s(in_dram * self._token_bytes)
@@ -134,6 +145,19 @@ class CostPolicy:
             computed_s = self._cost.exec_s(demand.num_tokens, in_hbm)
             exec_s[slot] = min(exec_s[slot] + swap_s, computed_s)
         return exec_s
+
+    def _exec_cached_s(self, num_tokens: int, cached: Counts) -> Seconds:
+        """As `CostModel.exec_many`; for few instances a dictionary is the faster way."""
+        if len(cached) > _FEW:
+            return self._cost.exec_many(num_tokens, cached)
+        known: dict[int, float] = {}
+        costs = []
+        for tokens in cached.tolist():
+            seconds = known.get(tokens)
+            if seconds is None:
+                seconds = known[tokens] = self._cost.exec_s(num_tokens, tokens)
+            costs.append(seconds)
+        return np.array(costs)
 
     def _sources(self, usable: Counts, loads: Loads) -> list[int]:
         """Who holds most (of those, who sends least), and an idler one if that is busy."""
@@ -154,26 +178,17 @@ class CostPolicy:
         missing = num_tokens - firsts.cached
         under_way = np.maximum(loads.sending_bytes[source], loads.receiving_bytes)
         size_bytes = np.maximum(missing, 0) * self._token_bytes + under_way
-        fetch_s = self._turn_s(source, firsts, loads) + self._link.seconds(0)
+        fetch_s = _ROUND_TRIPS_S + firsts.turn_s[source] + firsts.turn_s + self._link.fixed_s
         fetch_s = fetch_s + size_bytes / self._link.bytes_per_s
         exec_s = self._cost.exec_s(demand.num_tokens, num_tokens)
         total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s
         pays = (missing > 0) & (total_s < firsts.total_s)
         pays[source] = False
-        firsts.total_s = np.where(pays, total_s, firsts.total_s)
-        firsts.fetch_s = np.where(pays, fetch_s, firsts.fetch_s)
-        firsts.fetched = np.where(pays, num_tokens, firsts.fetched)
-        firsts.source = np.where(pays, source, firsts.source)
-        firsts.exec_s = np.where(pays, exec_s, firsts.exec_s)
-
-    def _turn_s(self, source: int, firsts: _Firsts, loads: Loads) -> float:
-        """Until the source's engine comes to sending: commands are served between its steps."""
-        step_s = 0.0
-        if loads.num_requests[source] > loads.num_prefills[source]:
-            step_s = float(loads.step_s[source])
-        if queue_s := float(firsts.queue_s[source]):
-            step_s += min(queue_s, self._cost.exec_s(self._chunk_tokens))
-        return _ROUND_TRIPS_S + step_s
+        np.copyto(firsts.total_s, total_s, where=pays)
+        np.copyto(firsts.fetch_s, fetch_s, where=pays)
+        np.copyto(firsts.fetched, num_tokens, where=pays)
+        np.copyto(firsts.source, source, where=pays)
+        np.copyto(firsts.exec_s, exec_s, where=pays)
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
 
@@ -209,46 +224,64 @@ class CostPolicy:
         )
 
     def _reason(
-        self, demand: Demand, loads: Loads, can: Eligible, firsts: _Firsts, load_s: Seconds
+        self,
+        demand: Demand,
+        loads: Loads,
+        can: Eligible,
+        firsts: _Firsts,
+        load_s: Seconds,
+        first: int,
+        decode: int | None,
     ) -> Detail:
-        """The best candidates of each kind, with their terms."""
-        computing = _best(firsts.total_s, can.whole | can.prefill)
-        generating = _best(load_s, can.decode & ~can.whole)
+        """The chosen ones and the best others of each kind, with their terms."""
+        computing = _best(firsts.total_s, can.whole | can.prefill, first)
+        generating = _best(load_s, can.decode & ~can.whole, decode)
+        names = loads.instances
+        candidates: list[dict[str, Number]] = [
+            {
+                "instance": names[slot],
+                "cached_tokens": cached,
+                "queue_s": round(queue_s, 6),
+                "exec_s": round(exec_s, 6),
+                "total_s": round(total_s, 6),
+                **({"load_s": round(added_s, 6)} if decode is None else {}),
+                **(
+                    {
+                        "fetch_from": names[source],
+                        "fetch_tokens": fetched,
+                        "fetch_s": round(fetch_s, 6),
+                    }
+                    if fetched
+                    else {}
+                ),
+            }
+            for slot, cached, queue_s, exec_s, total_s, added_s, source, fetched, fetch_s in _rows(
+                computing,
+                firsts.cached,
+                firsts.queue_s,
+                firsts.exec_s,
+                firsts.total_s,
+                load_s,
+                firsts.source,
+                firsts.fetched,
+                firsts.fetch_s,
+            )
+        ]
+        candidates += [
+            {"instance": names[slot], "cached_tokens": cached, "load_s": round(added_s, 6)}
+            for slot, cached, added_s in _rows(generating, demand.cached_tokens, load_s)
+        ]
         return {
             "policy": self.name,
             "tokens": demand.num_tokens,
             "expected_tokens": demand.expected_tokens,
-            "candidates": [
-                *(self._first_terms(slot, loads, firsts, load_s) for slot in computing),
-                *(self._decode_terms(slot, demand, loads, load_s) for slot in generating),
-            ],
+            "candidates": candidates,
         }
 
-    def _decode_terms(
-        self, slot: int, demand: Demand, loads: Loads, load_s: Seconds
-    ) -> dict[str, Number]:
-        return {
-            "instance": loads.instances[slot],
-            "cached_tokens": int(demand.cached_tokens[slot]),
-            "load_s": _rounded(load_s[slot]),
-        }
 
-    def _first_terms(
-        self, slot: int, loads: Loads, firsts: _Firsts, load_s: Seconds
-    ) -> dict[str, Number]:
-        terms: dict[str, Number] = {
-            "instance": loads.instances[slot],
-            "cached_tokens": int(firsts.cached[slot]),
-            "queue_s": _rounded(firsts.queue_s[slot]),
-            "exec_s": _rounded(firsts.exec_s[slot]),
-            "total_s": _rounded(firsts.total_s[slot]),
-            "load_s": _rounded(load_s[slot]),
-        }
-        if firsts.fetched[slot]:
-            terms["fetch_from"] = loads.instances[int(firsts.source[slot])]
-            terms["fetch_tokens"] = int(firsts.fetched[slot])
-            terms["fetch_s"] = _rounded(firsts.fetch_s[slot])
-        return terms
+def _rows(slots: list[int], *arrays: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+    """(slot, its value in each array), as plain numbers."""
+    return zip(slots, *(array[slots].tolist() for array in arrays), strict=True)
 
 
 def _argmin(values: Seconds | Counts) -> int:
@@ -261,25 +294,25 @@ def _preferred(mask: Bools, wish: Bools) -> Bools:
     return both if both.any() else mask
 
 
-def _least(seconds: Seconds, mask: Bools, loads: Loads) -> int:
-    """The least of the masked ones; near ties by load and by the pool's emptiness."""
+def _least(seconds: Seconds, mask: Bools, loads: Loads, is_fetched: Bools | None = None) -> int:
+    """The least of the masked ones; near ties as the module says."""
     masked = np.where(mask, seconds, np.inf)
     least = float(masked.min())
     close = np.flatnonzero(masked <= least * (1 + _TIE) + _TIE_S)
     if len(close) == 1:
         return int(close[0])
-    order = np.lexsort((close, -loads.empty_tokens[close], loads.num_requests[close]))
-    return int(close[order[0]])
+    ranks = [close, -loads.empty_tokens[close], loads.num_requests[close]]  # the last counts first
+    if is_fetched is not None:
+        ranks.append(is_fetched[close].astype(np.int64))
+    return int(close[np.lexsort(ranks)[0]])
 
 
-def _best(seconds: Seconds, mask: Bools) -> list[int]:
-    """The masked ones with the least seconds, a few."""
+def _best(seconds: Seconds, mask: Bools, chosen: int | None) -> list[int]:
+    """The chosen one, and a few of the masked ones with the least seconds."""
     slots = np.flatnonzero(mask)
     if len(slots) > _SHOWN:
         slots = slots[np.argpartition(seconds[slots], _SHOWN)[:_SHOWN]]
     order: list[int] = slots[np.argsort(seconds[slots], kind="stable")].tolist()
-    return order
-
-
-def _rounded(seconds: float) -> float:
-    return round(float(seconds), 6)
+    if chosen is None:
+        return order
+    return [chosen, *[slot for slot in order if slot != chosen][: _SHOWN - 1]]

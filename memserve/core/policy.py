@@ -12,11 +12,16 @@ Policies, chosen by `[scheduler] policy`:
     least_loaded  the least work
     round_robin   one after the other
 
-The last four are there to be compared with; none of them fetches. How requests may run, by
-`[scheduler] split`: a colocated instance runs requests whole, always. A decode instance is as
-complete an engine, and may run a request whole too: `always` split none does, `never` split all do,
-`auto` leaves it to the policy (only `cost` can tell, and only with a calibrated profile: a guess
-that is right within a factor of two cannot; else it is the same as `always`).
+The last four are there to be compared with, and do not fetch by themselves.
+
+Whether KV that another instance holds is fetched, by `[scheduler] fetch`: `auto` leaves it to the
+policy, `always` lets the chosen instance fetch whatever another one holds and it lacks, `never`
+lets it compute that.
+
+Whether a request runs whole, by `[scheduler] split`: on a colocated instance, always. A decode
+instance is as complete an engine, and may run a request whole too: `always` splits all, `never`
+splits none, `auto` leaves it to the policy (only `cost` can tell, and only with a calibrated
+profile: a guess that is right within a factor of two cannot; else it is the same as `always`).
 """
 
 from __future__ import annotations
@@ -39,6 +44,14 @@ _SESSION_BLOCKS = 8
 
 class Split(enum.Enum):
     """Whether decode instances run requests whole; see the module."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Fetching(enum.Enum):
+    """Whether KV is fetched from other instances before a prefill; see the module."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -87,6 +100,21 @@ class Placement(msgspec.Struct, frozen=True):
     """That `first` will have of the prompt when it computes the rest."""
     reason: Detail
     """Why: the policy, and the candidates with their terms (seconds, tokens)."""
+
+
+def with_fetch(placement: Placement, demand: Demand, loads: Loads) -> Placement:
+    """The same, fetching all that another ready instance holds in HBM and the first one lacks."""
+    reusable = demand.reusable()
+    usable = np.where(loads.is_ready, np.maximum(reusable - demand.dram_tokens, 0), 0)
+    source = int(usable.argmax())
+    if usable[source] <= reusable[loads.slots[placement.first]]:
+        return placement
+    num_tokens = int(usable[source])
+    return msgspec.structs.replace(
+        placement,
+        fetch=FetchChoice(loads.instances[source], num_tokens),
+        cached_tokens=num_tokens,
+    )
 
 
 class Policy(Protocol):

@@ -179,13 +179,14 @@ class MemServeClient(EngineClient):
         """
         if not isinstance(prompt, dict) or "type" not in prompt:
             raise TypeError("the prompt is not rendered")
-        if lora_request is not None or (sampling_params.extra_args or {}).get("kv_transfer_params"):
-            raise RequestError("LoRA adapters and kv_transfer_params are not supported")
+        if (sampling_params.extra_args or {}).get("kv_transfer_params"):
+            raise RequestError("kv_transfer_params are not supported")
         request = self.input_processor.process_inputs(
             request_id,
             prompt,
             sampling_params,
             supported_tasks=("generate",),
+            lora_request=lora_request,
             trace_headers=trace_headers,
             priority=priority,
             session_id=session_id,

@@ -10,7 +10,7 @@ Imports vllm, and torch with it: the orchestrator imports this module in a threa
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 )
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMError
+from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from memserve.errors import MemServeError, StartError, UnknownModelError
@@ -41,6 +42,7 @@ from memserve.frontend.client import MemServeClient, StreamFailed
 from memserve.frontend.errors import ApiError
 from memserve.frontend.service import Scheduler
 from memserve.frontend.validation import describe
+from memserve.types import Lora
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ def build_frontend(
     served_name: str,
     scheduler: Scheduler,
     *,
+    loras: Sequence[Lora] = (),
     request_timeout_s: float = 600.0,
     remembered_calls: int = 1024,
     tool_parser: str | None = None,
@@ -72,7 +75,8 @@ def build_frontend(
     """Load the tokenizer and the chat template, and attach to the scheduler. Takes seconds.
 
     `model` is a folder or a Hugging Face id; `engine` holds the arguments for vLLM's `EngineArgs`
-    that the workers have too. Raises: StartError.
+    that the workers have too. `loras`: adapters that are served under their own names.
+    Raises: StartError.
     """
     try:
         vllm_config = EngineArgs(model=str(model), **engine).create_engine_config()
@@ -82,7 +86,7 @@ def build_frontend(
         reason = " ".join(str(error).split())  # pydantic's is a paragraph
         raise StartError(f"vLLM refuses the model or the engine settings: {reason}") from error
     scheduler.attach(client)
-    return Frontend(vllm_config, client, calls, served_name, tool_parser)
+    return Frontend(vllm_config, client, calls, served_name, tool_parser, loras)
 
 
 class Frontend:
@@ -98,6 +102,7 @@ class Frontend:
         calls: CallIndex,
         served_name: str,
         tool_parser: str | None,
+        loras: Sequence[Lora],
     ) -> None:
         self.client = client
         self.calls = calls
@@ -107,6 +112,10 @@ class Frontend:
         tools = {"enable_auto_tools": tool_parser is not None, "tool_parser": tool_parser}
         paths = [BaseModelPath(name=served_name, model_path=served_name)]
         self._models = OpenAIServingModels(engine_client=client, base_model_paths=paths)
+        # As vLLM's own `load_lora_adapter` does it for one that the engine has.
+        self._models.lora_requests = {
+            lora.name: LoRARequest(lora.name, lora.number, lora.path) for lora in loras
+        }
         self._renderer = OnlineRenderer(
             model_config=vllm_config.model_config,
             renderer=client.renderer,
@@ -186,8 +195,10 @@ class Frontend:
         except _REFUSALS as error:
             raise _refusal(error) from error
         model = body.get("model")
-        if model and not self._models.is_base_model(model):
-            message = f"the model {model!r} is not served here; allowed: {self.served_name!r}"
+        names = [self.served_name, *self._models.lora_requests]
+        if model and model not in names:
+            allowed = ", ".join(map(repr, names))
+            message = f"the model {model!r} is not served here; allowed: {allowed}"
             raise ApiError.of(UnknownModelError(message))
         return request
 

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -36,7 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from memserve.errors import ConfigError, RequestError, StartError
-from memserve.types import Geometry, Namespace
+from memserve.types import Geometry, Lora, Namespace
 
 if TYPE_CHECKING:
     from memserve.workers.connector import ConnectorHost
@@ -255,11 +256,24 @@ def geometry_of(model: str, block_size: int, kv_caches: Mapping[str, torch.Tenso
 class Engine:
     """vLLM's `EngineCore`, as far as the engine loop needs it. Not thread-safe, as it is itself."""
 
-    def __init__(self, config: VllmConfig) -> None:
-        """Load the model and build the KV cache. Raises: StartError; what vLLM raises."""
+    def __init__(self, config: VllmConfig, loras: Sequence[Lora] = ()) -> None:
+        """Load the model and its adapters, and build the KV cache.
+
+        Raises: StartError; what vLLM raises.
+        """
         with _one_gloo_device():
             self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
+        self._loras = {lora.name: self._load(lora) for lora in loras}
+
+    def _load(self, lora: Lora) -> LoRARequest:
+        request = LoRARequest(lora.name, lora.number, lora.path)
+        try:
+            self._core.add_lora(request)
+        except Exception as error:  # whatever is wrong with it, it would break a step later
+            reason = " ".join(str(error).split())
+            raise StartError(f"models.loras.{lora.name}: {reason}") from error
+        return request
 
     # Properties of the model and the pool.
 
@@ -280,6 +294,7 @@ class Engine:
 
     def hash_request(self, token_ids: Sequence[int], namespace: Namespace) -> Request:
         """A request that is never scheduled: vLLM computes the block hashes of the tokens."""
+        name = namespace.lora_name
         request = EngineCoreRequest(
             request_id="hash",
             prompt_token_ids=list(token_ids),
@@ -287,7 +302,7 @@ class Engine:
             sampling_params=SamplingParams(max_tokens=1),
             pooling_params=None,
             arrival_time=0.0,
-            lora_request=None,
+            lora_request=None if name is None else self._loras[name],
             cache_salt=namespace.cache_salt,
             data_parallel_rank=None,
         )

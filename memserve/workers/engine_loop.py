@@ -152,7 +152,6 @@ class EngineLoop:
 
     def _step(self) -> None:
         outputs, has_run = self._engine.step()
-        self._mempool.step_ended(is_idle=not self._engine.is_busy)
         if outputs is not None and outputs.outputs:
             self._send_tokens(outputs)
         self._report_ended()

@@ -20,8 +20,7 @@ from memserve.messages import AnyEvent, CacheChanged, CacheSnapshot, Finished, I
 from memserve.types import InstanceId
 from memserve.workers.mempool import MemPool
 
-_PART_BYTES = 128 << 10
-"""Of tokens in one part of a snapshot: 2,048 blocks of 16, a few ms for the hub."""
+_PART_BYTES = 128 << 10  # the tokens of 2,048 blocks of 16: the hub must not be held up
 
 
 class IndexReports:
@@ -33,12 +32,18 @@ class IndexReports:
         instance: InstanceId,
         epoch: int,
         send: Callable[[AnyEvent], None],
+        *,
+        part_bytes: int = _PART_BYTES,
     ) -> None:
-        """`mempool` must record changes; `send` takes the events in order."""
+        """`mempool` must record changes; `send` takes the events in order.
+
+        `part_bytes`: of tokens in one part of a snapshot.
+        """
         self._mempool = mempool
         self._instance = instance
         self._epoch = epoch
         self._send = send
+        self._part_bytes = part_bytes
         self._sequence = 0
 
     def send(self, event: AnyEvent) -> None:
@@ -63,7 +68,7 @@ class IndexReports:
     def send_snapshot(self) -> None:
         """Describe the whole index, as it is after the changes that are out then."""
         self.flush()
-        parts = _parts(self._mempool.snapshot())
+        parts = _parts(self._mempool.snapshot(), self._part_bytes)
         part = next(parts, [])
         while True:
             following = next(parts, None)
@@ -81,12 +86,12 @@ class IndexReports:
             part = following
 
 
-def _parts(changes: Iterator[IndexInserted]) -> Iterator[list[IndexInserted]]:
-    """Parts of up to `_PART_BYTES`, or of one change that is larger."""
+def _parts(changes: Iterator[IndexInserted], part_bytes: int) -> Iterator[list[IndexInserted]]:
+    """Parts of up to so many bytes of tokens, or of one change that is larger."""
     part: list[IndexInserted] = []
     size = 0
     for change in changes:
-        if part and size + len(change.token_ids) > _PART_BYTES:
+        if part and size + len(change.token_ids) > part_bytes:
             yield part
             part, size = [], 0
         part.append(change)

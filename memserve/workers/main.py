@@ -105,7 +105,7 @@ class Worker:
             host=host,
         )
         configured_at = time.monotonic()
-        self._engine = Engine(config)
+        self._engine = Engine(config, spec.loras)
         built_at = time.monotonic()
         geometry = host.geometry
         if geometry is None:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from memserve.errors import ProtocolError
-from memserve.types import InstanceId, Role
+from memserve.types import InstanceId, Lora, Role
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +35,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A folder, or a name that vLLM can fetch."""
     engine: dict[str, Any] = {}
     """Further fields of vLLM's `EngineArgs`."""
+    loras: list[Lora] = []
     kv_bytes: int | None
     """Size of the KV cache; None: what vLLM finds free."""
     layout: str = "auto"

@@ -11,23 +11,62 @@ from __future__ import annotations
 import argparse
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from vllm.v1.core.block_pool import BlockPool
 
+from memserve.changes import AnyChange, Cleared, Evicted, Inserted, KeyRange, Swapped
+from memserve.core.tokens import TOKEN_BYTES
 from memserve.errors import OutOfBlocksError
-from memserve.types import BlockId, Namespace
+from memserve.types import BlockId, Medium, Namespace
 from memserve.workers.mempool import MemPool
 from memserve.workers.pools import PlainPool
 from tests.contract.link_rig import FakeClock
 from tests.contract.transfer_rig import EngineStandIn, make_pool
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 24
+POOL_SIZES = (18, 30, 60)
 MAX_TOKENS = 44
 NAMESPACES = (Namespace(), Namespace("a"), Namespace(None, "adapter"))
 TREE_OF_PROMPTS = 3
 """Distinct tokens: few, so that prompts meet, leave each other and meet again."""
+
+
+class Follower:
+    """What somebody knows of an index who hears of its changes."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int | None, Namespace, bytes, Medium]] = {}
+        """Key → key of the block before it, namespace, tokens, medium."""
+
+    def apply(self, changes: Iterable[AnyChange]) -> None:
+        for change in changes:
+            match change:
+                case Inserted():
+                    self._insert(change)
+                case Evicted():
+                    for key in _keys(change.keys):
+                        del self.blocks[key]
+                case Swapped():
+                    for key in _keys(change.keys):
+                        self.blocks[key] = (*self.blocks[key][:3], change.medium)
+                case Cleared():
+                    self.blocks.clear()
+
+    def _insert(self, change: Inserted) -> None:
+        parent = change.parent
+        assert parent is None or parent in self.blocks
+        size = BLOCK_SIZE * TOKEN_BYTES
+        for index in range(len(change.token_ids) // size):
+            key = change.first_key + index
+            assert key not in self.blocks
+            tokens = change.token_ids[index * size : (index + 1) * size]
+            self.blocks[key] = (parent, change.namespace, tokens, change.medium)
+            parent = key
+
+
+def _keys(ranges: list[KeyRange]) -> list[int]:
+    return [key for first, num in ranges for key in range(first, first + num)]
 
 
 class Fuzz:
@@ -36,15 +75,21 @@ class Fuzz:
     def __init__(self, seed: int, *, with_engine: bool) -> None:
         self.random = random.Random(seed)
         self.clock = FakeClock()
+        num_blocks = self.random.choice(POOL_SIZES)
         self.engine: EngineStandIn | None = None
         self.pool: BlockPool | None = None
         if with_engine:
-            self.mempool, self.pool = make_pool(NUM_BLOCKS, 2, BLOCK_SIZE, self.clock)
+            self.mempool, self.pool = make_pool(num_blocks, 2, BLOCK_SIZE, self.clock)
             self.engine = EngineStandIn(self.mempool, self.pool)
         else:
             self.mempool = MemPool(
-                PlainPool(NUM_BLOCKS), BLOCK_SIZE, reserve_blocks=2, clock=self.clock
+                PlainPool(num_blocks),
+                BLOCK_SIZE,
+                reserve_blocks=2,
+                clock=self.clock,
+                records_changes=True,
             )
+        self.follower = Follower()
         self.contents: dict[BlockId, tuple[Namespace, tuple[int, ...]]] = {}
         self.paused: list[tuple[str, list[int]]] = []
         self.spaces: dict[str, Namespace] = {}
@@ -58,14 +103,16 @@ class Fuzz:
     def step(self) -> None:
         """One random operation, and all checks."""
         operations: list[Callable[[], bool]] = [self.arrive, self.arrive, self.hit, self.drop]
-        operations += [self.delete, self.lease, self.wait, self.hold_tail]
-        if self.random.random() < 0.02:
-            operations.append(self.reset)
+        operations += [self.hit, self.drop, self.drop, self.lease, self.hold_tail]
         if self.engine is not None:
-            operations += [self.start, self.start, self.generate, self.generate, self.finish]
-            operations += [self.preempt, self.resume, self.lose_blocks]
-            if self.random.random() < 0.05:
-                operations.append(self.reset_pool)
+            operations += [self.start, self.start, self.generate, self.generate, self.generate]
+            operations += [self.finish, self.finish, self.preempt, self.resume, self.resume]
+        if self.random.random() < 0.1:
+            operations = [self.delete, self.wait]
+            if self.engine is not None:
+                operations.append(self.lose_block)
+        if self.random.random() < 0.01:
+            operations = [self.reset if self.engine is None else self.reset_pool]
         operation = self.random.choice(operations)
         if operation():
             self.done[operation.__name__] += 1
@@ -198,21 +245,26 @@ class Fuzz:
         request_id = self.running()
         if request_id is None or self.engine is None:
             return False
+        self.preempt_one(request_id)
+        return True
+
+    def preempt_one(self, request_id: str) -> None:
+        assert self.engine is not None
         self.paused.append((request_id, self.engine.tokens(request_id)))
         self.engine.preempt(request_id)
-        return True
 
     def resume(self) -> bool:
         if not self.paused:
             return False
-        request_id, tokens = self.paused[0]
+        which = self.random.randrange(len(self.paused))
+        request_id, tokens = self.paused[which]
         if not self.run(request_id, tokens, self.spaces[request_id]):
             return False
-        del self.paused[0]
+        del self.paused[which]
         return True
 
-    def lose_blocks(self) -> bool:
-        """The engine gives up blocks of its own accord, wherever they are in their prompts."""
+    def lose_block(self) -> bool:
+        """The engine gives up a block of its own accord, wherever it is in its prompt."""
         assert self.pool is not None
         published = [b.block_id for b in self.pool.blocks if b.block_hash is not None and b.ref_cnt]
         if not published:
@@ -221,16 +273,28 @@ class Fuzz:
         return True
 
     def reset_pool(self) -> bool:
-        """As for new weights; vLLM refuses while anything is in use."""
-        assert self.pool is not None
-        return self.pool.reset_prefix_cache()
+        """As for new weights: vLLM refuses while anything is in use."""
+        assert self.pool is not None and self.engine is not None
+        for request_id in [*self.engine.running]:
+            self.preempt_one(request_id)
+        is_reset = self.pool.reset_prefix_cache()
+        assert is_reset == (self.mempool.holders() == [])
+        for owner in self.owners:
+            self.mempool.free_all(owner)
+        self.owners.clear()
+        return self.pool.reset_prefix_cache() and self.mempool.reset() == 0
 
     # ── what must hold ────────────────────────────────────────────────────────────────────────
 
     def check(self) -> None:
         """Every reference has its owner, index and pool agree, and no look-up finds other KV."""
         running = {} if self.engine is None else self.engine.running
-        assert self.mempool.check_integrity(running) == []
+        problems = self.mempool.check_integrity(running)
+        assert problems == [], problems
+        self.follower.apply(self.mempool.take_changes())
+        described = Follower()
+        described.apply(self.mempool.snapshot())
+        assert self.follower.blocks == described.blocks
         counts = self.mempool.stats()
         assert counts.free + counts.historical + counts.active == counts.total
         for tokens in self.random.sample(self.prompts, min(4, len(self.prompts))):

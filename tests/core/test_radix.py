@@ -234,6 +234,13 @@ def test_the_places_named_are_not_returned() -> None:
     assert index.num_blocks == 0
 
 
+def test_two_branches_can_be_dropped_at_once_also_one_below_the_other() -> None:
+    index = index_of(("ABC", [1, 2, 3]), ("ABX", [1, 2, 4]))
+    assert sorted(index.drop([1, 4], HBM).hbm) == [2, 3]
+    assert index.num_blocks == 0
+    index.check_integrity()
+
+
 def test_copies_are_refused_for_what_has_left_or_is_there_already() -> None:
     index = index_of(("ABC", [1, 2, 3]))
     index.copied(HBM, [1], DRAM, [11])
@@ -265,6 +272,14 @@ def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings() -> No
     assert index.evict(2, HBM).hbm == [4, 9]
     assert index.oldest(99, HBM) == [8, 3, 2, 1]
     index.check_integrity()
+
+
+def test_a_beginning_that_was_used_since_is_kept_for_longer_than_its_ends() -> None:
+    clock = Clock()
+    index = index_of(("AB", [1, 2]), ("AC", [1, 3]), ("Z", [9]), clock=clock)
+    clock.now_s += 1
+    index.touch(path("A"))
+    assert index.oldest(99, HBM) == [2, 3, 9, 1]
 
 
 def test_only_what_is_idle_for_long_enough_expires() -> None:

@@ -101,15 +101,13 @@ class Forest:
         """The walk along `packed`, which begins at block `base`, ended in `node` at `known`."""
         last = first + len(places)
         tier.reserve(places)
-        self._check_places(tier, places, first, node, known)
+        differing = list(_differing(node, min(known, last), array("i", places), first, tier))
+        for _, _, held, given in differing:
+            tier.check_unused([new for old, new in zip(held, given, strict=True) if old != new])
+        tier.check_unused(places[known - first :])
         duplicates: list[tuple[int, int]] = []
-        if first < known:
-            stop = min(known, last)
-            for part in node.holding(stop).lineage():
-                begin, end = max(first, part.start), min(stop, part.end)
-                if begin < end:
-                    given = places[begin - first : end - first]
-                    duplicates += self._fill(part, begin, given, tier)
+        for part, depth, held, given in differing:
+            duplicates += self._fill(part, depth, held, given, tier)
         if known < last:
             label = packed[(known - base) * self.block_bytes : (last - base) * self.block_bytes]
             node = self._grow(node, known, label, places[known - first :], tier)
@@ -117,31 +115,15 @@ class Forest:
         self.touch(cursor.node)
         return Insertion(cursor, duplicates)
 
-    def _check_places(
-        self, tier: Tier, places: Sequence[int], first: int, node: Node, known: int
-    ) -> None:
-        """Each place is unused, or has the very block that is said to lie there."""
-        on_path: set[Node] | None = None
-        for depth, place in enumerate(places, first):
-            holder = tier.nodes[place]
-            if holder is None:
-                continue
-            if on_path is None:
-                on_path = set(node.lineage())
-            if depth >= known or tier.depths[place] != depth or holder not in on_path:
-                raise ValueError(f"{tier.medium.value} {place} holds another block")
-
     def _fill(
-        self, node: Node, depth: int, places: Sequence[int], tier: Tier
+        self, node: Node, depth: int, held: array[int], given: array[int], tier: Tier
     ) -> list[tuple[int, int]]:
-        """Known blocks of one node lie here, too; returns the duplicates."""
-        offset = depth - node.start
-        held = tier.share(node).places[offset : offset + len(places)]
+        """Known blocks of one node lie in the given places, too; returns the duplicates."""
         if held.count(ABSENT) == len(held):
-            self._put_known(node, depth, places, tier)
+            self._put_known(node, depth, given, tier)
             return []
         duplicates: list[tuple[int, int]] = []
-        for at, (old, place) in enumerate(zip(held, places, strict=True), depth):
+        for at, (old, place) in enumerate(zip(held, given, strict=True), depth):
             if old == ABSENT:
                 self._put_known(node, at, [place], tier)
             elif old != place:
@@ -205,7 +187,8 @@ class Forest:
     def truncate(self, node: Node, depth: int, freed: Locations) -> None:
         """The node's blocks from `depth` on leave with all below: their places are added."""
         assert node.parent is not None
-        self.remove_below(node, freed)
+        if node.children:
+            self.remove_below(node, freed)
         offset = depth - node.start
         node.cut_references(depth)
         for tier in self.tiers.values():
@@ -217,10 +200,10 @@ class Forest:
             self.num_nodes -= 1
             if parent.parent is None and not parent.children:
                 del self.trees[parent.tree.namespace]
+            for tier in self.tiers.values():
+                tier.tidy(self.num_nodes)
         del node.label[offset * self.block_bytes :]
         del node.keys[offset:]
-        for tier in self.tiers.values():
-            tier.tidy(self.num_nodes)
 
     def remove_below(self, top: Node, freed: Locations) -> None:
         for node in top.descendants():
@@ -230,6 +213,8 @@ class Forest:
             node.take_apart()
             self.num_nodes -= 1
         top.children.clear()
+        for tier in self.tiers.values():
+            tier.tidy(self.num_nodes)
 
     # ── telling ───────────────────────────────────────────────────────────────────────────────
 
@@ -256,3 +241,21 @@ class Forest:
             medium = Medium.HBM if is_hbm[begin] else Medium.DRAM
             yield Inserted(node.tree.namespace, parent, node.keys[begin], label, medium)
             parent = node.keys[end - 1]
+
+
+def _differing(
+    node: Node, stop: int, places: array[int], first: int, tier: Tier
+) -> Iterator[tuple[Node, int, array[int], array[int]]]:
+    """Where known blocks from `first` to `stop` do not all lie as said: node, depth, held, given.
+
+    `node` reaches over `stop`, or one above it does.
+    """
+    if first >= stop:
+        return
+    for part in node.holding(stop).lineage():
+        begin, end = max(first, part.start), min(stop, part.end)
+        if begin < end:
+            held = tier.share(part).places[begin - part.start : end - part.start]
+            given = places[begin - first : end - first]
+            if held != given:
+                yield part, begin, held, given

@@ -18,9 +18,8 @@ Time: a call costs its blocks and the nodes along its path, never the tree. The 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
 
 from memserve.changes import AnyChange, Inserted
 from memserve.core.radix.forest import Forest
@@ -64,12 +63,15 @@ class RadixIndex:
     def match(self, path: Path) -> Match:
         """The longest known prefix. A use of it is made known by `touch` or by an insert."""
         node, depth = self._forest.walk(path)
+        if not depth:
+            return Match(array("i"), array("i"), None)
+        end = Cursor(node, depth)
         nodes = node.lineage()
-        hbm, dram = (
-            np.frombuffer(b"".join([node.shares[i].places for node in nodes]), np.int32, depth)
-            for i in range(len(Medium))
-        )
-        return Match(hbm, dram, Cursor(node, depth) if depth else None)
+        hbm, dram = (share.places[:] for share in nodes[0].shares)
+        for node in nodes[1:]:
+            hbm += node.shares[0].places
+            dram += node.shares[1].places
+        return Match(hbm[:depth], dram[:depth], end)
 
     def contains(self, place: int, medium: Medium) -> bool:
         """Whether a known block lies there."""
@@ -185,17 +187,17 @@ class RadixIndex:
         that leave in this way, without those that were named.
         """
         tier = self._tiers[medium]
+        other = self._tiers[Medium.DRAM if medium is Medium.HBM else Medium.HBM]
         bare: dict[Node, int] = {}
         for place in places:
             if (node := tier.holder(place)) is None:
                 continue
             depth = tier.depths[place]
             tier.vacate(node, depth - node.start)
-            if any(share.places[depth - node.start] != ABSENT for share in node.shares):
-                if medium is Medium.HBM:
-                    self._forest.tell_swapped(node, depth, depth + 1, Medium.DRAM)
-            else:
+            if other.share(node).places[depth - node.start] == ABSENT:
                 bare[node] = min(depth, bare.get(node, depth))
+            elif medium is Medium.HBM:
+                self._forest.tell_swapped(node, depth, depth + 1, Medium.DRAM)
         freed = Locations()
         for node, depth in bare.items():
             if node.keys:  # it is not below one that has left already
@@ -252,6 +254,8 @@ class RadixIndex:
         for tree in self._forest.trees.values():
             self._forest.remove_below(tree.root, freed)
         self._forest.trees.clear()
+        for tier in self._tiers.values():
+            tier.tidy(0)
         self._forest.log.cleared()
         return freed
 

@@ -154,10 +154,11 @@ class Node:
 
     def cut_references(self, depth: int) -> None:
         """The node ends at `depth` from now on, with nothing below: what was further down ends."""
-        was_referenced = bool(self.references or self.referenced_below)
+        if not self.references and not self.referenced_below:
+            return
         self.references = {at: num for at, num in self.references.items() if at <= depth}
         self.referenced_below = 0
-        if was_referenced and not self.references:
+        if not self.references:
             self._tell_above(-1)
 
     def split_references(self, upper: Node) -> None:

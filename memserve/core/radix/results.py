@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import cast
 
 import msgspec
@@ -61,29 +62,35 @@ class Insertion(msgspec.Struct):
 class Match:
     """The longest known prefix of a path, as it was when asked for."""
 
-    __slots__ = ("dram", "end", "hbm")
+    __slots__ = ("_dram", "_hbm", "end")
 
-    def __init__(
-        self, hbm: npt.NDArray[np.int32], dram: npt.NDArray[np.int32], end: Cursor | None
-    ) -> None:
-        self.hbm = hbm
-        """[num_blocks] block ids, ABSENT where a block is not in HBM. Read only."""
-        self.dram = dram
-        """[num_blocks] slot ids, ABSENT where a block is not in DRAM. Read only."""
+    def __init__(self, hbm: array[int], dram: array[int], end: Cursor | None) -> None:
+        """Its own arrays, ABSENT where a block is not in the medium: [num_blocks] each."""
+        self._hbm = hbm
+        self._dram = dram
         self.end = end
         """Behind the last known block; None if there is none."""
 
     @property
     def num_blocks(self) -> int:
         """Known blocks: each is in HBM, in DRAM, or in both."""
-        return len(self.hbm)
+        return len(self._hbm)
+
+    @property
+    def hbm(self) -> npt.NDArray[np.int32]:
+        """[num_blocks] block ids, ABSENT where a block is not in HBM. A copy."""
+        return np.array(self._hbm, np.int32)
+
+    @property
+    def dram(self) -> npt.NDArray[np.int32]:
+        """[num_blocks] slot ids, ABSENT where a block is not in DRAM. A copy."""
+        return np.array(self._dram, np.int32)
 
     @property
     def num_hbm_prefix(self) -> int:
         """Leading blocks that are all in HBM."""
-        absent = np.flatnonzero(self.hbm == ABSENT)
-        return int(absent[0]) if len(absent) else len(self.hbm)
+        return self._hbm.index(ABSENT) if ABSENT in self._hbm else len(self._hbm)
 
     def hbm_prefix(self) -> list[BlockId]:
         """Where those are."""
-        return cast(list[BlockId], self.hbm[: self.num_hbm_prefix].tolist())
+        return cast(list[BlockId], self._hbm[: self.num_hbm_prefix].tolist())

@@ -102,15 +102,17 @@ class Tier:
     def cut(self, node: Node, offset: int) -> list[int]:
         """The node ends here from now on, with nothing below it; returns the places given up."""
         share = self.share(node)
-        was_present = bool(share.num or share.below)
-        gone = [place for place in share.places[offset:] if place != ABSENT]
+        rest = share.places[offset:]
         del share.places[offset:]
+        if not share.num and not share.below:
+            return []
+        gone = [place for place in rest if place != ABSENT]
         for place in gone:
             self.nodes[place] = None
         share.num -= len(gone)
         share.below = 0
         self.num -= len(gone)
-        if was_present and not share.num:
+        if not share.num:
             self._lost(node)
         self.queue_if_end(node)
         return gone

@@ -1,0 +1,215 @@
+"""What MemServe's whole caching path adds to a prefill (the second half of the paper's figure 10).
+
+    python -m bench.fig10_prefill --model FOLDER [--runs 8] [--lengths 128,512,1024,2000] [--out F]
+
+Two engines in one process, both with prefix caching: plain vLLM, and one as a worker has it, with
+the connector, MemPool's index that follows the pool, and the reports to the hub (encoded, and not
+sent). Each run takes a new random prompt, cold and then once more with its blocks cached, on both
+engines in turn; the first engine alternates. Pools are so small that prompts evict each other.
+Shown are both sides, their difference run by run, and what MemServe's own calls took by the clock:
+where a step takes a second, the difference is mostly noise, and the calls are what it adds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from bench._report import Scalar, parser, publish
+from memserve.workers.environment import set_engine_environment
+
+set_engine_environment(os.environ, num_threads=1, log_level="error")  # before vllm is imported
+
+from vllm import SamplingParams  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.v1.engine import EngineCoreRequest  # noqa: E402
+from vllm.v1.request import Request  # noqa: E402
+
+from memserve.messages import encode  # noqa: E402
+from memserve.types import InstanceId  # noqa: E402
+from memserve.workers.compat import Engine, make_config  # noqa: E402
+from memserve.workers.engine_pool import EnginePool  # noqa: E402
+from memserve.workers.index_reports import IndexReports  # noqa: E402
+from memserve.workers.mempool import MemPool  # noqa: E402
+
+BLOCK_SIZE = 32
+ENGINE = {"max_model_len": 2048, "enforce_eager": True, "block_size": BLOCK_SIZE}
+KV_BYTES = 128 << 20
+VOCABULARY = 40_000
+
+
+class Plain:
+    """vLLM alone."""
+
+    own_s = 0.0
+
+    def __init__(self, model: str) -> None:
+        config = EngineArgs(
+            model=model, kv_cache_memory_bytes=KV_BYTES, enable_prefix_caching=True, **ENGINE
+        ).create_engine_config()
+        self.engine = Engine(config)
+
+    def after_step(self) -> None:
+        """Nothing."""
+
+
+class WithMemServe:
+    """The engine of a worker, without commands and peers. It is its connector's host, too."""
+
+    def __init__(self, model: str) -> None:
+        self.own_s = 0.0
+        """Spent in MemServe's calls."""
+        self._mempool: MemPool | None = None
+        config = make_config(
+            model, ENGINE, engine_id="bench", kv_bytes=KV_BYTES, layout="auto", host=self
+        )
+        self.engine = Engine(config)
+        self.mempool = MemPool(
+            EnginePool(self.engine.block_pool, self.engine.hash_request),
+            self.engine.block_size,
+            records_changes=True,
+        )
+        self._reports = IndexReports(self.mempool, InstanceId("PD0"), 1, encode)
+        for name in ("on_cached", "on_evicted", "request_ended"):
+            setattr(self.mempool, name, self._timed(getattr(self.mempool, name)))
+        self._mempool = self.mempool
+        self._after_step = self._timed(self._follow)
+
+    def after_step(self) -> None:
+        """What the engine loop does for the cache after each step."""
+        self._after_step()
+
+    def _follow(self) -> None:
+        self._reports.flush()
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.own_s += time.perf_counter() - begun
+
+        return timed
+
+    # The connector's hooks.
+
+    def kv_cache_memory(self) -> AbstractContextManager[None] | None:
+        return None
+
+    def on_kv_caches(self, kv_caches: dict[str, Any], block_size: int) -> None:
+        pass
+
+    def on_scheduled(self, request_id: str, cached_tokens: int) -> None:
+        pass
+
+    def on_finished(self, request: Request, block_ids: list[int]) -> None:
+        if self._mempool is not None:
+            self._mempool.request_ended(request.request_id)
+
+
+def prefill(side: Plain | WithMemServe, token_ids: list[int], name: str) -> dict[str, float]:
+    """Seconds until the first token, and those of them in MemServe's calls."""
+    request = EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=token_ids,
+        mm_features=None,
+        sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    side.own_s = 0.0
+    begun = time.perf_counter()
+    side.engine.add(request)
+    while side.engine.is_busy:
+        side.engine.step()
+        side.after_step()
+    return {"total": time.perf_counter() - begun, "own": side.own_s}
+
+
+def measure(model: str, lengths: list[int], runs: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds: length and state → side and part → runs."""
+    rng = random.Random(12)
+    plain, ours = Plain(model), WithMemServe(model)
+    raw: dict[str, dict[str, list[float]]] = {}
+    for run in range(runs + 1):  # the first is a warm-up
+        for length in lengths:
+            tokens = [rng.randrange(VOCABULARY) for _ in range(length)]
+            for state in ("cold", "cached"):
+                kept = raw.setdefault(f"{length} {state}", {})
+                pair = [("plain", plain), ("ours", ours)]
+                for name, side in pair if run % 2 else reversed(pair):
+                    took = prefill(side, tokens, f"{run}/{length}/{state}")
+                    if run:
+                        kept.setdefault(name, []).append(took["total"])
+                        kept.setdefault(f"{name} own", []).append(took["own"])
+    problems = ours.mempool.check_integrity({})
+    assert not problems, problems
+    return raw
+
+
+def summary(raw: dict[str, dict[str, list[float]]]) -> list[dict[str, Scalar]]:
+    """A row for each length and state, in ms."""
+    rows: list[dict[str, Scalar]] = []
+    for case, times in raw.items():
+        pairs = zip(times["ours"], times["plain"], strict=True)
+        differences = [1e3 * (ours - plain) for ours, plain in pairs]
+        low, middle, high = statistics.quantiles(differences, n=4)
+        plain = 1e3 * statistics.median(times["plain"])
+        own = 1e3 * statistics.median(times["ours own"])
+        rows.append(
+            {
+                "tokens": case,
+                "plain, ms": plain,
+                "with MemServe, ms": 1e3 * statistics.median(times["ours"]),
+                "difference, ms": middle,
+                "lower quartile": low,
+                "upper quartile": high,
+                "MemServe's calls, ms": own,
+                "calls / plain": own / plain,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, print, write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", type=Path, required=True, help="a folder")
+    arguments.add_argument("--runs", type=int, default=8)
+    arguments.add_argument("--lengths", default="128,512,1024,2000")
+    options = arguments.parse_args()
+    lengths = [int(text) for text in options.lengths.split(",")]
+    raw = measure(str(options.model), lengths, options.runs)
+    rows = summary(raw)
+    publish(
+        "fig10_prefill",
+        settings={
+            "model": options.model.name,
+            "runs": options.runs,
+            "block_size": BLOCK_SIZE,
+            "kv_bytes": KV_BYTES,
+        },
+        metrics={
+            f"{row['tokens']}: {name}": value
+            for row in rows
+            for name, value in row.items()
+            if name != "tokens"
+        },
+        raw=raw,
+        out=options.out,
+        rows=rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""From a request and what is known at the moment to a plan: the scheduler's question to the policy.
+
+Collaborators: `scheduler.py` asks when it is a request's turn; `core/policy.py` and its policies
+decide; `accounting.Members` has the instances and their loads. The paper: section 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from memserve.accounting import Members
+from memserve.active import Active
+from memserve.caches import Freshness
+from memserve.core.cost_model import CostModel
+from memserve.core.policies import PolicyName, make_policy
+from memserve.core.policy import (
+    Demand,
+    Fetching,
+    Placement,
+    Split,
+    can_place,
+    session_key,
+    with_fetch,
+)
+from memserve.core.tokens import TOKEN_BYTES
+from memserve.core.tree_parts import Match
+from memserve.core.vocabulary import Fetch, Plan
+from memserve.types import Caching, InstanceId, Role
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True):
+    """The scheduler's part of the configuration."""
+
+    caching: Caching
+    max_attempts: int
+    max_waiting: int
+    wait_timeout_s: float
+    max_running: int
+    max_queued_tokens: int
+    timeline_requests: int
+    freshness: Freshness
+    tree_ttl_s: float
+    tree_max_blocks: int
+    reservation_s: float
+    policy: PolicyName
+    split: Split
+    fetching: Fetching
+    link: str
+    """The kind of the links between instances, as the cost model calls it."""
+
+
+class Placer:
+    """Chooses instances for requests. Holds no request."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        cost: CostModel,
+        roles: Mapping[InstanceId, Role],
+        members: Members,
+    ) -> None:
+        self._policy = make_policy(settings.policy, settings.split, cost, settings.link)
+        self._split = settings.split
+        self._fetching = settings.fetching
+        self._caching = settings.caching
+        self._cost = cost
+        self._roles = roles
+        self._members = members
+
+    def can_place(self, instances: Collection[InstanceId]) -> bool:
+        """Whether these instances could serve a request."""
+        return can_place({self._roles[instance] for instance in instances}, self._split)
+
+    def has_room(self) -> bool:
+        """Whether a request could be placed now, on instances that have not enough to do yet."""
+        return can_place(self._members.open_roles, self._split)
+
+    def place(
+        self, active: Active, match: Match, block_size: int, mean_generated: int, now: float
+    ) -> Plan:
+        """The plan for a request; there must be room. Notes it and its work in `active`."""
+        spec, num_tokens = active.lifecycle.spec, active.num_tokens
+        demand = Demand(
+            num_tokens=num_tokens,
+            cached_tokens=match.cached_tokens,
+            dram_tokens=match.dram_tokens,
+            expected_tokens=min(active.lifecycle.remaining_tokens, mean_generated),
+            session=session_key(spec.session, active.packed, block_size * TOKEN_BYTES),
+            now=now,
+            may_fetch=self._caching.prefill_keeps and self._fetching is not Fetching.NEVER,
+            block_size=block_size,
+        )
+        placement = self._policy.place(demand, self._members.loads)
+        if demand.may_fetch and self._fetching is Fetching.ALWAYS:
+            placement = with_fetch(placement, demand, self._members.loads)
+        active.missing_tokens = num_tokens - placement.cached_tokens
+        active.prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
+        active.timeline.note("placed", now, placement.first, placement.reason)
+        return self._plan(placement)
+
+    def _plan(self, placement: Placement) -> Plan:
+        caching = self._caching
+        decode, fetch = placement.decode, placement.fetch
+        keeps = (
+            caching.decode_keeps
+            if self._roles[placement.first] is Role.DECODE
+            else caching.prefill_keeps
+        )
+        return Plan(
+            first=self._members.seat(placement.first),
+            decode=self._members.seat(decode) if decode is not None else None,
+            first_is_private=not keeps,
+            decode_is_private=not caching.decode_keeps,
+            returns=decode is not None and caching.decode_returns,
+            fetch=(
+                Fetch(self._members.seat(fetch.source), fetch.num_tokens)
+                if fetch is not None and keeps
+                else None
+            ),
+        )
