@@ -170,7 +170,7 @@ def row(instances: int, simulation: Recording, result: Result, wall_s: float) ->
     cache_us = events.pop("CacheChanged", 0.0)
     wire_us = 1e6 * wire_s(simulation, work.num_events) / count
     scheduler_us = 1e6 * summary.scheduler_s / count
-    blocks, size = tree_memory(simulation, list(result.busy))
+    blocks, size = tree_memory(simulation, [InstanceId(name) for name in result.busy])
     return {
         "instances": instances,
         "requests": count,

@@ -15,7 +15,7 @@ from memserve.config import Config
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
-from memserve.core.policy import Split
+from memserve.core.policy import Fetching, Split
 from memserve.core.profile import ModelShape, Profile
 from memserve.errors import ConfigError
 from memserve.scheduler import SchedulerSettings
@@ -236,5 +236,6 @@ def scheduler_settings(config: Config, caching: Caching, link: str) -> Scheduler
         reservation_s=config.transfer.reservation_s,
         policy=scheduler.policy,
         split=Split(scheduler.split),
+        fetching=Fetching(scheduler.fetch),
         link=link,
     )
