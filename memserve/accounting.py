@@ -15,12 +15,14 @@ import numpy as np
 from memserve.core.cost_model import CostModel
 from memserve.core.lifecycle import Phase, RequestLifecycle
 from memserve.core.loads import Loads, Share
+from memserve.core.pending import Pending
 from memserve.core.vocabulary import Seat
 from memserve.messages import Sent, Transmit, TransmitFailed
 from memserve.status import Counters, LinkStatus
 from memserve.types import InstanceId, RequestId, Role, TransferId
 
 _EXPECTED_TOKENS = 128
+_FIRST_PHASES = (Phase.FETCH, Phase.PREFILL)
 
 
 class _Member(msgspec.Struct, frozen=True):
@@ -53,6 +55,8 @@ class Members:
     ) -> None:
         self.loads = Loads(roles, cost)
         """For the policy to read."""
+        self.pending = Pending(list(roles))
+        """Prompts that were placed, and are not computed yet."""
         self._max_running = max_running
         self._max_queued_tokens = max_queued_tokens
         self._num_open: Counter[Role] = Counter()
@@ -97,6 +101,8 @@ class Members:
 
         `missing_tokens`, `prefill_s`: what its first instance has to compute, and for how long.
         """
+        if not _is_prefilling(lifecycle):
+            self.pending.remove(lifecycle.spec.id)
         before = self._charges.pop(lifecycle.spec.id, ())
         after = _charges(lifecycle, missing_tokens, prefill_s)
         if after:
@@ -150,6 +156,12 @@ class Members:
         self.loads.is_open[slot] = is_open
 
 
+def _is_prefilling(lifecycle: RequestLifecycle) -> bool:
+    """Whether its prompt is still to be computed, and wanted."""
+    is_first = lifecycle.phase in _FIRST_PHASES
+    return is_first and not lifecycle.is_prompt_computed and not lifecycle.is_client_done
+
+
 def _charges(
     lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float
 ) -> tuple[_Charge, ...]:
@@ -159,9 +171,9 @@ def _charges(
     context_tokens = len(lifecycle.spec.prompt_token_ids)
     running = Share(context_tokens)
     prefilling = Share(context_tokens, prefill_s, missing_tokens)
-    if lifecycle.phase not in (Phase.FETCH, Phase.PREFILL):
+    if lifecycle.phase not in _FIRST_PHASES:
         return (_Charge(plan.decode or plan.first, running),)
-    first = _Charge(plan.first, running if lifecycle.is_prompt_computed else prefilling)
+    first = _Charge(plan.first, prefilling if _is_prefilling(lifecycle) else running)
     return (first,) if plan.decode is None else (first, _Charge(plan.decode, running))
 
 

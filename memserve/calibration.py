@@ -26,7 +26,7 @@ from memserve.core.cost_samples import Samples
 from memserve.core.profile import Profile
 from memserve.errors import StartError
 from memserve.models import resolve_model
-from memserve.profiles import key_of, num_threads, path_of, save
+from memserve.profiles import check_writable, key_of, num_threads, path_of, save
 from memserve.workers.environment import set_engine_environment
 from memserve.workers.spec import CalibrationJob
 
@@ -48,6 +48,8 @@ def calibrate(
     """
     key = key_of(config)
     path = out or path_of(key)
+    for file in filter(None, (path, samples_file)):
+        check_writable(file)
     model = resolve_model(config.models.model, report)
     job = CalibrationJob(
         name=config.models.model,

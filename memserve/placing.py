@@ -82,6 +82,7 @@ class Placer:
     ) -> Plan:
         """The plan for a request; there must be room. Notes it and its work in `active`."""
         spec, num_tokens = active.lifecycle.spec, active.num_tokens
+        path, pending = active.path(block_size), self._members.pending
         demand = Demand(
             num_tokens=num_tokens,
             cached_tokens=match.cached_tokens,
@@ -89,6 +90,7 @@ class Placer:
             expected_tokens=min(active.lifecycle.remaining_tokens, mean_generated),
             session=session_key(spec.session, active.packed, block_size * TOKEN_BYTES),
             now=now,
+            coming_tokens=pending.match(path) if self._caching.prefill_keeps else None,
             may_fetch=self._caching.prefill_keeps and self._fetching is not Fetching.NEVER,
             block_size=block_size,
         )
@@ -98,7 +100,10 @@ class Placer:
         active.missing_tokens = num_tokens - placement.cached_tokens
         active.prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
         active.timeline.note("placed", now, placement.first, placement.reason)
-        return self._plan(placement)
+        plan = self._plan(placement)
+        if not plan.first_is_private:
+            pending.add(spec.id, placement.first, path)
+        return plan
 
     def _plan(self, placement: Placement) -> Plan:
         caching = self._caching

@@ -88,6 +88,22 @@ def save(profile: Profile, path: Path) -> None:
         raise ConfigError("profile", f"cannot write {path}: {error.strerror or error}") from error
 
 
+def check_writable(path: Path) -> None:
+    """Before minutes are spent on what is to be written there. Makes its folder.
+
+    Raises: ConfigError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        problem = None if os.access(path.parent, os.W_OK) else "the folder is not writable"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem is None and path.is_dir():
+        problem = "it is a folder"
+    if problem is not None:
+        raise ConfigError("profile", f"cannot write {path}: {problem}")
+
+
 def load(path: Path) -> Profile:
     """Raises: ConfigError, with what to do, if it is not a profile of this version."""
     again = "a file that this version's `memserve calibrate` wrote"
@@ -122,7 +138,7 @@ def in_force(key: ProfileKey, config_file: Path | None, root: Path | None = None
 
 def _shape_of(config_file: Path) -> ModelShape | None:
     try:
-        config: dict[str, Any] = msgspec.json.decode(config_file.read_bytes())
+        config = msgspec.json.decode(config_file.read_bytes(), type=dict[str, Any])
         return ModelShape.from_config(config)
     except (OSError, msgspec.DecodeError, ValueError):  # the engine will say what is wrong with it
         return None
@@ -139,7 +155,7 @@ def engine_version() -> str:
 
 
 def device_name(device: str, threads: int = 1, root: Path = Path("/")) -> str:
-    """The name of so many threads of the `cpu`, or of the first GPU (`cuda`), not initialising it."""
+    """Of so many threads of the `cpu`, or of the first GPU (`cuda`), which is not initialised."""
     if device == "cpu":
         return f"cpu {_field(root / 'proc/cpuinfo', 'model name') or 'unknown'} x{threads}"
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))

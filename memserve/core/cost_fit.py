@@ -9,6 +9,7 @@ All fits are least squares of relative errors (`least_squares.py`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -45,6 +46,10 @@ _SCALE_PRIOR = 0.03
 _DECODE_SCALE_PRIOR = 0.1
 """The same for decode steps, whose host time and operators are harder to tell apart."""
 _ROUNDS = 20
+_MOST_GUESSES = 5
+_FLOOR_PENALTY = 0.5
+"""A floor has to explain more than noise, or it would bind where less is computed than was ever
+measured: on a rank of several."""
 _COLUMNS = (
     "request_s",
     "prompt_token_s",
@@ -226,29 +231,58 @@ def fit_prefills(profile: Profile, samples: Sequence[PrefillSample]) -> StepFit:
         return profile.step
     chunks = [list(_chunks(profile, sample)) for sample in samples]
     seconds = np.array([sample.seconds for sample in samples])
-    quickest = {
-        has_graph: min(
-            (
-                s
-                for s, found in zip(seconds, chunks, strict=True)
-                if found[-1].has_graph == has_graph
-            ),
-            default=0.0,
-        )
-        for has_graph in (False, True)
-    }
-    is_bound = [
-        [len(found) == 1 and s < 1.15 * quickest[found[0].has_graph] for _ in found]
-        for s, found in zip(seconds, chunks, strict=True)
+    starts = itertools.product(
+        *(_floors(seconds, chunks, has_graph) for has_graph in (False, True))
+    )
+    fits = [
+        _settle(samples, chunks, StepFit(floor_s=floor_s, graph_floor_s=graph_floor_s))
+        for floor_s, graph_floor_s in starts
     ]
-    step = StepFit()
+
+    def badness(step: StepFit) -> float:
+        num_floors = (step.floor_s > 0) + (step.graph_floor_s > 0)
+        error = mean_error(_predict(step, samples, chunks), seconds)
+        return error * (1 + _FLOOR_PENALTY * num_floors)
+
+    return min(fits, key=badness)
+
+
+def _floors(seconds: Floats, chunks: Sequence[Sequence[_Chunk]], has_graph: bool) -> list[float]:
+    """Guesses: none, and what the quickest prefills of that kind took."""
+    kind = [
+        total
+        for total, steps in zip(seconds.tolist(), chunks, strict=True)
+        if len(steps) == 1 and steps[0].has_graph == has_graph
+    ]
+    return [0.0, *sorted(kind)[:_MOST_GUESSES]]
+
+
+def _settle(
+    samples: Sequence[PrefillSample], chunks: Sequence[Sequence[_Chunk]], step: StepFit
+) -> StepFit:
+    """From a first guess: which steps are bound, the best fit to that, and again."""
+    is_bound: list[list[bool]] = []
     for _ in range(_ROUNDS):
-        step = _fit_bound(samples, chunks, is_bound)
-        changed = [[_is_bound(step, chunk) for chunk in found] for found in chunks]
+        changed = [[_is_bound(step, chunk) for chunk in steps] for steps in chunks]
         if changed == is_bound:
             break
         is_bound = changed
+        step = _fit_bound(samples, chunks, is_bound)
     return step
+
+
+def _predict(
+    step: StepFit, samples: Sequence[PrefillSample], chunks: Sequence[Sequence[_Chunk]]
+) -> Floats:
+    """Seconds of the samples' prefills."""
+    return np.array(
+        [
+            step.request_s
+            + sample.num_tokens * step.prompt_token_s
+            + sum(max(_work_s(step, chunk), _floor_s(step, chunk)) for chunk in steps)
+            for sample, steps in zip(samples, chunks, strict=True)
+        ]
+    )
 
 
 def _chunks(profile: Profile, sample: PrefillSample) -> Iterator[_Chunk]:
@@ -267,9 +301,16 @@ def _chunks(profile: Profile, sample: PrefillSample) -> Iterator[_Chunk]:
 
 
 def _is_bound(step: StepFit, chunk: _Chunk) -> bool:
-    work = step.host_s + step.gemm_scale * chunk.gemms_s + step.linear_scale * chunk.linear_s
-    work += step.attention_scale * chunk.attention_s
-    return work < (step.graph_floor_s if chunk.has_graph else step.floor_s)
+    return _work_s(step, chunk) < _floor_s(step, chunk)
+
+
+def _work_s(step: StepFit, chunk: _Chunk) -> float:
+    work_s = step.host_s + step.gemm_scale * chunk.gemms_s + step.linear_scale * chunk.linear_s
+    return work_s + step.attention_scale * chunk.attention_s
+
+
+def _floor_s(step: StepFit, chunk: _Chunk) -> float:
+    return step.graph_floor_s if chunk.has_graph else step.floor_s
 
 
 def _fit_bound(

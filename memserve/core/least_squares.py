@@ -12,30 +12,38 @@ import numpy as np
 
 from memserve.core.profile import Floats
 
+_RIDGE = 1e-12
+"""Keeps sets of dependent terms solvable."""
+_TOLERANCE = 1e-9
+
 
 def nonnegative(terms: Floats, target: Floats) -> Floats:
     """The coefficients ≥ 0 with the least squares of `terms @ coefficients − target`.
 
-    Tries every set of coefficients that are not 0, which is exact, and quick for the eight that the
-    largest fit has. Shapes: terms `[samples, coefficients]`, target `[samples]`.
+    Tries sets of coefficients that are not 0, the largest first, until one is the best: exact, and
+    quick for the eight that the largest fit has. Shapes: terms `[samples, coefficients]`, target
+    `[samples]`.
     """
     num = terms.shape[1]
     norms = np.sqrt((terms * terms).sum(axis=0))
     scaled = terms / np.where(norms > 0, norms, 1.0)
     gram, moments = scaled.T @ scaled, scaled.T @ target
-    best, least = np.zeros(num), 0.0
-    for size in range(1, num + 1):
-        for chosen in itertools.combinations(np.flatnonzero(norms).tolist(), size):
+    tolerance = _TOLERANCE * (1 + float(np.abs(moments).max(initial=0.0)))
+    used = np.flatnonzero(norms).tolist()
+    for size in range(len(used), 0, -1):
+        for chosen in itertools.combinations(used, size):
             places = list(chosen)
-            part = gram[np.ix_(places, places)] + 1e-12 * np.eye(size)
+            part = gram[np.ix_(places, places)] + _RIDGE * np.eye(size)
             found = np.linalg.solve(part, moments[places])
-            gain = -float(
-                found @ moments[places]
-            )  # less than 0: how much of the target it explains
-            if (found >= 0).all() and gain < least:
-                best, least = np.zeros(num), gain
+            if (found < 0).any():
+                continue
+            slopes = moments - gram[:, places] @ found
+            slopes[places] = 0.0
+            if (slopes <= tolerance).all():  # no coefficient that is 0 would help if it grew
+                best = np.zeros(num)
                 best[places] = found / norms[places]
-    return best
+                return best
+    return np.zeros(num)
 
 
 def relative(terms: Floats, seconds: Floats, least: float = 0.0) -> Floats:

@@ -28,13 +28,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from memserve.core.loads import Bools, Loads
+from memserve.core.loads import Bools, Counts, Loads
 from memserve.core.timeline import Detail
 from memserve.errors import UnavailableError
 from memserve.types import InstanceId, Role
@@ -71,16 +71,26 @@ class Demand(msgspec.Struct, frozen=True):
     session: str
     """Equal for the requests of one conversation."""
     now: float
+    coming_tokens: Counts | None = None
+    """[instances] Leading tokens that each will hold when it comes to this request: others, before
+    it in the queue, begin with them. None: nowhere any."""
     may_fetch: bool = True
     block_size: int = 1
 
-    def reusable(self) -> npt.NDArray[np.int64]:
+    def reusable(self) -> Counts:
         """[instances] Cached tokens that save something: the last token is always computed."""
+        return self._useful(self.cached_tokens)
+
+    def found(self) -> Counts:
+        """[instances] What each will find of them, when it comes to this request."""
+        if self.coming_tokens is None:
+            return self.reusable()
+        return self._useful(np.maximum(self.cached_tokens, self.coming_tokens))
+
+    def _useful(self, tokens: npt.NDArray[Any]) -> Counts:
         most = (self.num_tokens - 1) // self.block_size * self.block_size
-        reusable: npt.NDArray[np.int64] = np.minimum(self.cached_tokens, max(most, 0)).astype(
-            np.int64
-        )
-        return reusable
+        useful: Counts = np.minimum(tokens, max(most, 0)).astype(np.int64)
+        return useful
 
 
 class FetchChoice(msgspec.Struct, frozen=True):
@@ -107,7 +117,7 @@ def with_fetch(placement: Placement, demand: Demand, loads: Loads) -> Placement:
     reusable = demand.reusable()
     usable = np.where(loads.is_ready, np.maximum(reusable - demand.dram_tokens, 0), 0)
     source = int(usable.argmax())
-    if usable[source] <= reusable[loads.slots[placement.first]]:
+    if usable[source] <= demand.found()[loads.slots[placement.first]]:
         return placement
     num_tokens = int(usable[source])
     return msgspec.structs.replace(

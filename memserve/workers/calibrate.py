@@ -68,7 +68,8 @@ def calibrate(job: CalibrationJob, report: Report) -> Samples:
 
 
 def measure(probe: EngineProbe, job: CalibrationJob, report: Report) -> Samples:
-    """The same with a probe that was not started; leaves it running."""
+    """The same with a probe, which is started after the operators unless it was before; leaves it
+    running."""
     import torch
 
     with torch.inference_mode():
@@ -200,12 +201,12 @@ def prefill_points(longest: int) -> list[tuple[int, int]]:
 def measure_prefills(
     probe: EngineProbe, points: Iterable[tuple[int, int]], report: Report
 ) -> list[PrefillSample]:
-    """At each point the least disturbed of several prefills, after one that warms up."""
+    """The median of several prefills at each point, after one that warms up."""
     samples = []
     for num_tokens, cached_tokens in points:
         report(f"prefill of {num_tokens} tokens, {cached_tokens} cached")
         found = [probe.prefill(num_tokens, cached_tokens) for _ in range(_REPEATS + 1)][1:]
-        samples.append(min(found, key=lambda sample: sample.seconds))
+        samples.append(sorted(found, key=lambda sample: sample.seconds)[len(found) // 2])
     return samples
 
 

@@ -247,7 +247,14 @@ def geometry_of(model: str, block_size: int, kv_caches: Mapping[str, torch.Tenso
         page_bytes=page_bytes,
         block_stride=first.stride(0) * first.element_size(),
         layer_offsets=tuple(layer.data_ptr() - base for layer in layers),
+        page_order=_page_order(page),
     )
+
+
+def _page_order(page: torch.Tensor) -> str:
+    """Shape `[num_heads, block_size, content]`; with one head both orders are the same bytes."""
+    heads, tokens = page.stride(0), page.stride(1)
+    return "NHC" if page.shape[0] > 1 and heads < tokens else "HNC"
 
 
 # ── the engine ────────────────────────────────────────────────────────────────────────────────

@@ -45,10 +45,10 @@ class PagedAttention:
             device=device,
             dtype=torch.float32,
         ).to(dtype)
-        self._query = torch.rand(
+        self.query = torch.rand(
             new_tokens * num_requests, num_heads, head_dim, generator=generator, device=device
         ).to(dtype)
-        self._out = torch.empty_like(self._query)
+        self._out = torch.empty_like(self.query)
         order = torch.randperm(num_blocks, generator=generator, device=device)
         self._table = order.to(torch.int32).view(num_requests, per_request)
         self._starts = torch.arange(
@@ -68,6 +68,22 @@ class PagedAttention:
         self._run()
         return self._out
 
+    def kv_of(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one request, each `[num_kv_heads, length, head_dim]`."""
+        blocks = self._cache[self._table[request].long()]
+        num_kv_heads = blocks.shape[1]
+        num_blocks, block_size = blocks.shape[0], blocks.shape[2]
+        if self._schedule is None:
+            both = blocks.transpose(0, 1).reshape(num_kv_heads, num_blocks * block_size, -1)
+            keys, values = both.split(self._head_dim, dim=-1)
+        else:
+            halves = blocks.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, 2)
+            keys, values = (
+                half.transpose(0, 1).reshape(num_kv_heads, num_blocks * block_size, -1)
+                for half in halves
+            )
+        return keys[:, : self._length], values[:, : self._length]
+
     def _on_cuda(self) -> None:
         from vllm.v1.attention.backends.fa_utils import (
             flash_attn_varlen_func,
@@ -76,7 +92,7 @@ class PagedAttention:
 
         keys, values = self._cache.transpose(1, 2).split(self._head_dim, dim=-1)
         flash_attn_varlen_func(
-            q=self._query,
+            q=self.query,
             k=keys,
             v=values,
             out=self._out,
@@ -112,7 +128,7 @@ class PagedAttention:
         num_blocks, num_kv_heads, block_size, _ = self._cache.shape
         keys, values = self._cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, 2)
         ops.cpu_attention_with_kv_cache(
-            query=self._query,
+            query=self.query,
             key_cache=keys,
             value_cache=values,
             output=self._out,

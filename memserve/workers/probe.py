@@ -79,7 +79,9 @@ class EngineProbe:
         self._started: Engine | None = None
 
     def start(self) -> None:
-        """Load the model. Raises: what `compat.Engine` raises."""
+        """Load the model, if that was not done. Raises: what `compat.Engine` raises."""
+        if self._started is not None:
+            return
         self._started = Engine(self._config)
         self._base = self.tokens(self.longest)
 
@@ -117,6 +119,11 @@ class EngineProbe:
     def capacity_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         return int(self._engine.block_pool.num_gpu_blocks - 2) * self._engine.block_size
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left of what was measured."""
+        return not self._engine.is_busy
 
     def tokens(self, count: int) -> list[int]:
         """Random token ids: no two prompts made of them share a block."""

@@ -87,6 +87,13 @@ class RadixIndex:
         block_id = self._elsewhere(slot_id, Medium.DRAM, Medium.HBM)
         return None if block_id == ABSENT else BlockId(block_id)
 
+    def key_of(self, place: int, medium: Medium) -> int | None:
+        """The key of the block that lies there: another one if the place has changed hands."""
+        tier = self._tiers[medium]
+        if (node := tier.holder(place)) is None:
+            return None
+        return node.keys[tier.depths[place] - node.start]
+
     def oldest(self, num_blocks: int, medium: Medium, idle_s: float = 0.0) -> list[int]:
         """So many places to evict, or fewer: unused for longest (`idle_s` at least), ends first.
 

@@ -1,0 +1,305 @@
+"""Fitting: from samples of a device whose truth is known back to its costs, at other points too."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memserve.core.cost_fit import (
+    fit_gemm,
+    fit_links,
+    fit_operators,
+    fit_whole_model,
+)
+from memserve.core.cost_model import CostModel
+from memserve.core.cost_samples import (
+    REDUCE,
+    AttentionSample,
+    DecodeSample,
+    GemmSample,
+    LinearSample,
+    LinkSample,
+    PrefillSample,
+    Samples,
+)
+from memserve.core.least_squares import nonnegative
+from memserve.core.profile import (
+    AttentionFit,
+    GemmFit,
+    LinearFit,
+    LinkFit,
+    ModelShape,
+    Profile,
+    StepFit,
+)
+
+SHAPE = ModelShape(
+    num_layers=32,
+    hidden=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate=14336,
+    vocab=32000,
+)
+FLOPS, BYTES = 600e12, 3.5e12
+CHUNK = 2048
+TOKENS = (1, 16, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+CALIBRATED = (24, 96, 320, 620, 1100, 1700, 2600, 4600, 7000, 11000, 15000)
+TESTED = (200, 400, 512, 900, 2048, 3000, 4096, 8192, 12288, 16000)
+SHARES = (0.0, 0.4, 0.8, 0.97)
+
+Noise = Callable[[], float]
+
+
+def true_gemm(gemm: object, **changes: float) -> GemmFit:
+    wave_s = 2 * 128 * 256 * gemm.k * 132 / FLOPS  # type: ignore[attr-defined]
+    size = 2 * gemm.n * gemm.k  # type: ignore[attr-defined]
+    return GemmFit(gemm, 128, 256, wave_s, 0.9 * wave_s, size / BYTES, 2e-9)  # type: ignore[arg-type]
+
+
+def truth(step: StepFit) -> Profile:
+    """A GPU."""
+    return Profile(
+        source="truth",
+        model="m",
+        device="GPU",
+        dtype="bfloat16",
+        engine="e",
+        tp=1,
+        shape=SHAPE,
+        num_sms=132,
+        chunk_tokens=CHUNK,
+        graph_sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+        gemms=tuple(true_gemm(gemm) for gemm in (*SHAPE.layer_gemms(1), SHAPE.head_gemm(1))),
+        attention=(AttentionFit(32, 8, 4e-11, 2.1e-11, 5e-10, 1.2e-9, 4e-6, 5e-6, 1e-7, 1.2e-9),),
+        elementwise={name: LinearFit(3e-6, 1.5e-12) for name in SHAPE.elementwise(1)},
+        reduce=LinkFit(1e-5, 1.5e11),
+        step=step,
+        links={"ipc": LinkFit(1e-3, 2e11)},
+    )
+
+
+STEP = StepFit(
+    request_s=5e-4,
+    host_s=1e-3,
+    floor_s=35e-3,
+    graph_floor_s=17e-3,
+    gemm_scale=1.08,
+    attention_scale=0.95,
+    linear_scale=0.7,
+    prompt_token_s=1.5e-6,
+    decode_host_s=8e-4,
+    decode_request_s=1e-5,
+    decode_scale=1.05,
+)
+
+
+def points(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(length, int(length * share)) for length in lengths for share in SHARES]
+
+
+def measure(profile: Profile, noise: Noise, degrees: tuple[int, ...] = (1,)) -> Samples:
+    """What a calibration of this device would find."""
+    gemms, attention = [], []
+    for tp in degrees:
+        for gemm in SHAPE.layer_gemms(tp):
+            found = profile.gemm_fit(gemm).seconds(np.array(TOKENS), 132)
+            gemms += [
+                GemmSample(gemm, tokens, float(seconds) * noise())
+                for tokens, seconds in zip(TOKENS, found, strict=True)
+            ]
+        head = SHAPE.head_gemm(tp)
+        found = profile.gemm_fit(head).seconds(np.array((1, 16, 64)), 132)
+        gemms += [
+            GemmSample(head, rows, float(seconds) * noise())
+            for rows, seconds in zip((1, 16, 64), found, strict=True)
+        ]
+        heads = SHAPE.heads(tp)
+        fit = profile.attention_fit(*heads)
+        attention += [
+            AttentionSample(*heads, new, cached, fit.prefill_s(new, cached) * noise())
+            for new, cached in itertools.product((16, 128, 512, 2048), (0, 1024, 8192, 14000))
+        ]
+        for count, cached in ((1, 63), (1, 4095), (16, 511), (64, 511)):
+            seconds = fit.decode_fixed_s + count * fit.decode_request_s
+            seconds += count * (cached + 1) * fit.decode_context_s
+            attention.append(AttentionSample(*heads, 1, cached, seconds * noise(), count))
+    model = CostModel(profile)
+    return Samples(
+        model="m",
+        device="GPU",
+        dtype="bfloat16",
+        engine="e",
+        tp=1,
+        shape=SHAPE,
+        num_sms=132,
+        chunk_tokens=CHUNK,
+        graph_sizes=profile.graph_sizes,
+        gemms=gemms,
+        attention=attention,
+        elementwise=[
+            LinearSample(name, width * tokens, (3e-6 + 1.5e-12 * width * tokens) * noise())
+            for name, width in SHAPE.elementwise(1).items()
+            for tokens in (1, 512, 2048)
+        ],
+        links=[LinkSample("dram", size, 2e-5 + size / 5e10) for size in (1 << 16, 1 << 26)],
+        prefills=[
+            PrefillSample(x, cached, model.exec_s(x, cached) * noise())
+            for x, cached in points(CALIBRATED)
+        ],
+        decodes=[
+            DecodeSample(count, context, model.decode_step_s(count, context) * noise())
+            for count, context in ((1, 64), (1, 4096), (4, 2048), (16, 6000), (64, 30000))
+        ],
+    )
+
+
+def noise_of(spread: float) -> Noise:
+    rng = random.Random(7)
+    return lambda: 1 + rng.uniform(-spread, spread)
+
+
+def mean_error(found: object, true: CostModel) -> float:
+    cost = found.exec_s  # type: ignore[attr-defined]
+    return float(np.mean([abs(cost(*at) / true.exec_s(*at) - 1) for at in points(TESTED)]))
+
+
+# ── the whole way ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_known_device_is_found_again() -> None:
+    true = CostModel(truth(STEP))
+    profile = fit_operators(measure(true.profile, noise_of(0)), true.profile)
+    found = CostModel(profile)
+    assert mean_error(found, true) < 0.01
+    for count, context in ((2, 1000), (32, 20000), (64, 4000)):
+        assert found.decode_step_s(count, context) == pytest.approx(
+            true.decode_step_s(count, context), rel=0.02
+        )
+    assert profile.error is not None
+    assert profile.error < 0.01
+    assert profile.source == "calibrated"
+
+
+def test_noise_is_averaged_out() -> None:
+    true = CostModel(truth(STEP))
+    found = CostModel(fit_operators(measure(true.profile, noise_of(0.04)), true.profile))
+    assert mean_error(found, true) < 0.03
+
+
+def test_the_floors_of_launching_are_found() -> None:
+    profile = fit_operators(measure(truth(STEP), noise_of(0)), truth(STEP))
+    assert profile.step.floor_s == pytest.approx(35e-3, rel=0.05)
+    assert profile.step.graph_floor_s == pytest.approx(17e-3, rel=0.05)
+
+
+def test_where_nothing_bounds_the_steps_no_floor_is_made_up() -> None:
+    true = truth(msgspec.structs.replace(STEP, floor_s=0.0, graph_floor_s=0.0))
+    profile = fit_operators(measure(true, noise_of(0.03)), true)
+    assert profile.step.floor_s == profile.step.graph_floor_s == 0
+    assert mean_error(CostModel(profile, 2), CostModel(true, 2)) < 0.05
+
+
+@pytest.mark.parametrize("degrees", [(1,), (1, 2)])
+def test_another_degree_is_predicted_and_the_whole_model_fit_cannot(
+    degrees: tuple[int, ...],
+) -> None:
+    true = CostModel(truth(STEP))
+    samples = measure(true.profile, noise_of(0.02), degrees)
+    found = CostModel(fit_operators(samples, true.profile))
+    whole = fit_whole_model(samples.prefills)
+    two = true.with_tp(2)
+    assert mean_error(found.with_tp(2), two) < 0.05
+    assert mean_error(whole.with_tp(2), two) > 2 * mean_error(found.with_tp(2), two)
+    assert mean_error(whole, true) < 0.25
+
+
+def test_without_prefills_the_operators_are_taken_as_they_are() -> None:
+    samples = measure(truth(StepFit()), noise_of(0))
+    samples = msgspec.structs.replace(samples, prefills=[], decodes=[])
+    profile = fit_operators(samples, truth(STEP))
+    assert profile.step == StepFit()
+    assert profile.error is None
+    assert mean_error(CostModel(profile), CostModel(truth(StepFit()))) < 0.01
+
+
+def test_links_that_were_not_measured_come_from_the_fallback() -> None:
+    samples = measure(truth(STEP), noise_of(0))
+    profile = fit_operators(samples, truth(STEP))
+    assert profile.links["ipc"] == LinkFit(1e-3, 2e11)
+    assert profile.links["dram"].bytes_per_s == pytest.approx(5e10)
+    assert profile.reduce == LinkFit(1e-5, 1.5e11)
+    reduces = [LinkSample(REDUCE, size, 2e-5 + size / 1e11) for size in (1 << 16, 1 << 24)]
+    samples = msgspec.structs.replace(samples, links=samples.links + reduces)
+    assert fit_operators(samples, truth(STEP)).reduce.fixed_s == pytest.approx(2e-5)
+
+
+def test_an_operator_without_samples_is_named() -> None:
+    samples = measure(truth(STEP), noise_of(0))
+    gemms = [sample for sample in samples.gemms if sample.gemm.name != "down"]
+    with pytest.raises(ValueError, match="operators down"):
+        fit_operators(msgspec.structs.replace(samples, gemms=gemms), truth(STEP))
+
+
+def test_samples_survive_json() -> None:
+    samples = measure(truth(STEP), noise_of(0))
+    assert msgspec.json.decode(msgspec.json.encode(samples), type=Samples) == samples
+
+
+# ── single fits ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_waves_are_recognised_between_the_measured_sizes() -> None:
+    gemm = SHAPE.layer_gemms(1)[1]
+    true = true_gemm(gemm)
+    samples = [GemmSample(gemm, n, float(true.seconds(np.array(n), 132))) for n in TOKENS]
+    fit = fit_gemm(gemm, samples, 132)
+    between = np.array([700, 1000, 1100, 1400, 1900])
+    assert fit.seconds(between, 132) == pytest.approx(true.seconds(between, 132), rel=0.02)
+    assert len(set(true.seconds(between, 132))) > 1, "they must need different numbers of waves"
+
+
+def test_a_kernel_that_waves_do_not_explain_is_corrected_where_it_was_measured() -> None:
+    gemm = SHAPE.layer_gemms(1)[0]
+    odd = {n: 1e-6 * (100 + n * (1.3 if n > 500 else 0.4)) for n in TOKENS}
+    fit = fit_gemm(gemm, [GemmSample(gemm, n, seconds) for n, seconds in odd.items()], 132)
+    assert fit.seconds(np.array(TOKENS), 132) == pytest.approx(list(odd.values()), rel=1e-6)
+
+
+def test_a_link_of_one_size_is_not_fitted_to_nothing() -> None:
+    assert fit_links([]) == {}
+    fits = fit_links([LinkSample("shm", 10, 1.0), LinkSample("shm", 10_000_010, 2.0)])
+    assert fits["shm"].seconds(5_000_010) == pytest.approx(1.5)
+
+
+def test_a_whole_model_fit_needs_prefills() -> None:
+    with pytest.raises(ValueError, match="needs prefills"):
+        fit_whole_model([])
+
+
+numbers = st.floats(-10, 10, allow_nan=False, width=32)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_coefficients_are_the_best_that_are_not_negative(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(3, 8)), data.draw(st.integers(1, 4))
+    terms = np.array(data.draw(st.lists(numbers, min_size=rows * columns, max_size=rows * columns)))
+    terms = terms.reshape(rows, columns)
+    target = np.array(data.draw(st.lists(numbers, min_size=rows, max_size=rows)))
+    found = nonnegative(terms, target)
+    assert (found >= 0).all()
+    best = float(((terms @ found - target) ** 2).sum())
+    rng = np.random.default_rng(0)
+    for scale in (1e-3, 0.1, 1.0):  # no neighbour is better
+        for _ in range(20):
+            other = np.maximum(found + scale * rng.normal(size=columns), 0)
+            assert float(((terms @ other - target) ** 2).sum()) >= best - 1e-6 * (1 + best)
