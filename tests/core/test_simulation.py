@@ -16,10 +16,11 @@ from memserve.config import Config, SchedulerConfig
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
+from memserve.scheduler_settings import scheduler_settings
 from memserve.simulator.clock import EventQueue
 from memserve.simulator.engine import EngineLimits
 from memserve.simulator.link import SimulatedLink, Ways
-from memserve.simulator.setup import MODELS, Options, cluster, costs, load, scheduler_settings
+from memserve.simulator.setup import MODELS, Options, cluster, costs, load
 from memserve.simulator.simulation import Result, Setup, Simulation
 from memserve.simulator.synthetic import Shape
 from memserve.simulator.worker import Hardware
