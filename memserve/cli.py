@@ -1,4 +1,4 @@
-"""The command line: `memserve up`, `status`, `top`, `config`, `calibrate`.
+"""The command line: `memserve up`, `status`, `top`, `config`, `calibrate`, `simulate`.
 
 A user's mistake is one line on stderr and exit code 2; a cluster that cannot be started or reached
 is one line and exit code 1. Everything heavy is imported inside the command that needs it, so that
@@ -17,6 +17,7 @@ import click
 
 from memserve import __version__
 from memserve.errors import ConfigError, MemServeError
+from memserve.simulator.command import simulate
 
 if TYPE_CHECKING:
     from memserve.config import Settings
@@ -246,6 +247,9 @@ def top(url: str, api_key: str) -> None:
         tui.top(StatusClient(url, api_key=api_key, timeout_s=2.0), console)
     except KeyboardInterrupt:
         return
+
+
+cli.add_command(simulate)
 
 
 def _fail(message: str, code: int) -> int:

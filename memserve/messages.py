@@ -241,6 +241,13 @@ class PoolStats(msgspec.Struct, frozen=True):
     """Prompt tokens served from the cache since the start."""
     prefix_query_tokens: int
     """Prompt tokens asked for since the start."""
+    dram_blocks: int = 0
+    """Slots of the DRAM tier; 0: there is none."""
+    dram_used_blocks: int = 0
+    swapped_out_blocks: int = 0
+    """HBM → DRAM, since the start."""
+    swapped_in_blocks: int = 0
+    """DRAM → HBM, since the start."""
 
 
 class Ready(Event, frozen=True, tag=True):

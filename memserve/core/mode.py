@@ -82,7 +82,7 @@ class Mode(msgspec.Struct, frozen=True):
         return instances
 
 
-def parse_mode(text: str) -> Mode:
+def parse_mode(text: str, max_instances: int = MAX_INSTANCES) -> Mode:
     """Raises: ConfigError, with the grammar and the nearest valid mode."""
     has_caching = text.endswith(_SUFFIX)
     matches = [_GROUP.fullmatch(part) for part in text.removesuffix(_SUFFIX).split("+")]
@@ -98,11 +98,11 @@ def parse_mode(text: str) -> Mode:
             GRAMMAR,
         )
     mode = Mode(groups, has_caching)
-    if mode.num_instances > MAX_INSTANCES:
+    if mode.num_instances > max_instances:
         raise ConfigError(
             "cluster.mode",
             f"{text!r} asks for {mode.num_instances} instances",
-            f"at most {MAX_INSTANCES}",
+            f"at most {max_instances}",
         )
     return mode
 

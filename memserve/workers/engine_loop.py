@@ -1,8 +1,9 @@
 """The life of a worker: serve the hub's commands between the engine's steps.
 
-Collaborators: `port.py` brings commands and takes events; `compat.Engine` is vLLM; `mempool.py` and
-`transfer.py` hold and move KV; `connector.py` calls the hooks from inside a step; `main.py` builds
-all of it. One thread does everything, so nothing is locked and no block changes hands unseen::
+Collaborators: `port.py` brings commands and takes events; `compat.Engine` is vLLM; `mempool.py`,
+`transfer.py` and `swap_queue.py` hold and move KV; `connector.py` calls the hooks from inside a
+step; `main.py` builds all of it. One thread does everything, so nothing is locked and no block
+changes hands unseen::
 
     wait (busy: not at all; idle: until a command, a deadline or the next heartbeat)
       └▶ serve all commands ─▶ let links go on ─▶ one engine step ─▶ Tokens, Finished, sources ┐
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from memserve.errors import ProtocolError, RequestError
@@ -46,12 +48,14 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import BlockId, InstanceId, Namespace, RequestId
-from memserve.workers.compat import Engine, EngineCodec, complete_tokens, namespace_of
+from memserve.types import BlockId, InstanceId, Namespace, RequestId, TransferId
+from memserve.workers.compat import Engine, EngineCodec, complete_tokens
+from memserve.workers.engine_pool import namespace_of
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.mempool import MemPool
 from memserve.workers.records import Record, Records
 from memserve.workers.requests import decode_request, prefill_request
+from memserve.workers.swap_queue import Swaps
 from memserve.workers.transfer import Transfers, private_namespace
 
 if TYPE_CHECKING:
@@ -85,6 +89,7 @@ class EngineLoop:
         engine: Engine,
         mempool: MemPool,
         transfers: Transfers,
+        swaps: Swaps,
         reports: IndexReports,
         channel: Channel,
         heartbeat_interval_s: float,
@@ -95,6 +100,7 @@ class EngineLoop:
         self._engine = engine
         self._mempool = mempool
         self._transfers = transfers
+        self._swaps = swaps
         self._reports = reports
         self._channel = channel
         self._heartbeat_interval_s = heartbeat_interval_s
@@ -118,6 +124,7 @@ class EngineLoop:
             self._serve()
             self._transfers.poll()
             self._transfers.expire()
+            self._swaps.poll()
             falls_idle = False
             if self._engine.is_busy:
                 self._step()
@@ -132,13 +139,12 @@ class EngineLoop:
 
     def _patience_s(self) -> float:
         """How long nothing but a command can matter."""
-        if self._transfers.is_active:
+        if self._transfers.is_active or self._swaps.is_active:
             return 0.0
         if self._engine.is_busy:
             return _STARVED_WAIT_S if self._is_starved else 0.0
-        until = self._next_heartbeat
-        if (deadline := self._transfers.next_deadline()) is not None:
-            until = min(until, deadline)
+        deadlines = (self._transfers.next_deadline(), self._swaps.next_deadline())
+        until = min([self._next_heartbeat, *(d for d in deadlines if d is not None)])
         return until - self._clock()
 
     def _serve(self) -> None:
@@ -156,7 +162,7 @@ class EngineLoop:
             self._send_tokens(outputs)
         self._report_ended()
         self._is_starved = not has_run and self._engine.is_starved
-        if self._is_starved and (num_blocks := self._transfers.relax()):
+        if self._is_starved and (num_blocks := self._transfers.relax() + self._swaps.relax()):
             logger.info("requests wait for blocks: released %d that had arrived early", num_blocks)
 
     def _beat(self) -> None:
@@ -178,7 +184,7 @@ class EngineLoop:
             case Commit():
                 self._transfers.commit(command)
             case Cancel():
-                self._transfers.cancel(command)
+                self._cancel(command)
             case Abort():
                 self._abort(command)
             case PeerJoined():
@@ -231,14 +237,34 @@ class EngineLoop:
             if record.is_private:
                 salt = private_namespace(record.id, Namespace(salt)).cache_salt
             build(request, command, token_ids, engine_id, salt)
-            self._records.enter_engine(record, engine_id)
+        except Exception as error:  # noqa: BLE001 (the request's boundary: vLLM raises anything)
+            self._cannot_run(command, record, error)
+            return
+        self._records.enter_engine(record, engine_id)
+        # The last token is computed in any case, and so is what must not come from the cache.
+        params = request.sampling_params
+        can_hit = params is not None and not params.skip_reading_prefix_cache
+        self._swaps.bring(
+            engine_id,
+            token_ids[:-1] if can_hit else [],
+            namespace_of(request),
+            partial(self._enter, command, record, request),
+            keeps=True,
+        )
+
+    def _enter(self, command: Prefill | Decode, record: Record, request: EngineCoreRequest) -> None:
+        """What the request needs of DRAM is in HBM, or will not come."""
+        try:
             self._engine.add(request)
-        except RequestError as error:
-            self._reject(command, error)
-        except Exception as error:  # the request's boundary: vLLM's own checks raise anything
-            logger.exception("%s: the engine cannot take %s", self._instance, engine_id)
-            self._drop_from_engine(record)
-            self._reject(command, error)
+        except Exception as error:  # noqa: BLE001 (as above)
+            self._cannot_run(command, record, error)
+
+    def _cannot_run(self, command: Prefill | Decode, record: Record, error: Exception) -> None:
+        if not isinstance(error, RequestError):
+            text = "%s: the engine cannot take %s"
+            logger.error(text, self._instance, record.id, exc_info=error)
+        self._drop_from_engine(record)
+        self._reject(command, error)
 
     def _check_length(self, record: Record) -> None:
         longest = self._engine.max_model_len - 1
@@ -271,24 +297,43 @@ class EngineLoop:
                 )
             )
             return
-        num_tokens = command.known_tokens + len(command.token_ids)
-        self._transfers.allocate(command, record.tokens[:num_tokens])
+        token_ids = record.tokens[: command.known_tokens + len(command.token_ids)]
+        self._swaps.bring(
+            command.transfer_id,
+            token_ids,
+            command.namespace,
+            partial(self._transfers.allocate, command, token_ids),
+            keeps=False,
+        )
 
     def _transmit(self, command: Transmit) -> None:
-        if command.history is not None:
-            self._transfers.transmit_history(command, command.history, self._engine.fence())
+        if (history := command.history) is not None:
+            self._swaps.bring(
+                _sending_key(command.transfer_id),
+                history.token_ids,
+                history.namespace,
+                lambda: self._transfers.transmit_history(command, history, self._engine.fence()),
+                keeps=False,
+                is_prompt=False,
+            )
             return
         if self._records.get(command.request_id) is not None:
             self._transfers.transmit(command)
             return
+        self._fail_transmit(command.transfer_id, f"unknown request {command.request_id}")
+
+    def _fail_transmit(self, transfer_id: TransferId, reason: str) -> None:
         self._emit(
             TransmitFailed(
-                instance=self._instance,
-                epoch=self._epoch,
-                transfer_id=command.transfer_id,
-                reason=f"unknown request {command.request_id}",
+                instance=self._instance, epoch=self._epoch, transfer_id=transfer_id, reason=reason
             )
         )
+
+    def _cancel(self, command: Cancel) -> None:
+        self._swaps.drop(command.transfer_id)
+        if self._swaps.drop(_sending_key(command.transfer_id)):
+            self._fail_transmit(command.transfer_id, "cancelled")
+        self._transfers.cancel(command)
 
     def _abort(self, command: Abort) -> None:
         record = self._records.get(command.request_id)
@@ -296,6 +341,9 @@ class EngineLoop:
             self._forget(command.request_id)
         elif record is None:
             self._finish(command.request_id, attempt=0, held_tokens=0)
+        elif record.engine_id is not None and self._swaps.drop(record.engine_id):
+            self._records.leave_engine(record)  # it has not begun
+            self._finish(record.id, record.attempt, held_tokens=0)
         elif record.engine_id is not None:
             record.hold = True
             self._engine.abort(record.engine_id)
@@ -316,6 +364,7 @@ class EngineLoop:
         """Abort it, if it runs, and say nothing about it."""
         if record.engine_id is not None:
             record.hold = False
+            self._swaps.drop(record.engine_id)
             self._engine.abort(record.engine_id)
             self._ended.clear()  # between steps nobody else is in it
             self._records.leave_engine(record)
@@ -325,7 +374,8 @@ class EngineLoop:
             f"request {holder}": [BlockId(block_id) for block_id in block_ids]
             for holder, block_ids in self._engine.held_blocks().items()
         }
-        problems = self._mempool.check_integrity(engine_blocks) + self._transfers.check_integrity()
+        problems = self._mempool.check_integrity(engine_blocks)
+        problems += self._transfers.check_integrity() + self._swaps.check_integrity()
         holders = [f"{holder}: {len(ids)} blocks" for holder, ids in engine_blocks.items()]
         holders += self._mempool.holders()
         holders += [f"{r.id}: {len(r.tokens)} tokens known" for r in self._records]
@@ -350,6 +400,7 @@ class EngineLoop:
         self._query_tokens += len(record.tokens)
         self._hit_tokens += cached_tokens
         self._transfers.scheduled(record.id)
+        self._swaps.scheduled(engine_id)
         self._emit(
             Started(
                 instance=self._instance,
@@ -427,7 +478,7 @@ class EngineLoop:
 
     def stats(self) -> PoolStats:
         """The pool and the queues now."""
-        counts = self._mempool.stats()
+        counts, swaps = self._mempool.stats(), self._swaps.stats()
         return PoolStats(
             total_blocks=counts.total,
             free_blocks=counts.free,
@@ -440,4 +491,13 @@ class EngineLoop:
             waiting_requests=self._engine.num_waiting,
             prefix_hit_tokens=self._hit_tokens,
             prefix_query_tokens=self._query_tokens,
+            dram_blocks=swaps.slots,
+            dram_used_blocks=swaps.used_slots,
+            swapped_out_blocks=swaps.swapped_out,
+            swapped_in_blocks=swaps.swapped_in,
         )
+
+
+def _sending_key(transfer_id: TransferId) -> str:
+    """A sender's blocks that wait for DRAM; the receiver's go by the transfer's own name."""
+    return f"{transfer_id}, to be sent"

@@ -45,7 +45,7 @@ class KvBuffer:
         """Where another process of the same user finds it, as long as this one keeps it open."""
         self._map = mmap.mmap(fd, size_bytes)
         try:
-            _populate(self._map)
+            populate(self._map)
         except OSError:
             self._map.close()
             raise
@@ -110,7 +110,7 @@ class KvBuffer:
         self.close()
 
 
-def _populate(mapping: mmap.mmap) -> None:
+def populate(mapping: mmap.mmap) -> None:
     """Make every page present and writable. Raises: OSError (no memory)."""
     with contextlib.suppress(OSError):  # the kernel may be built without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -33,7 +33,7 @@ from memserve.changes import AnyChange, Inserted
 from memserve.core.radix import Cursor, Insertion, Locations, Match, RadixIndex
 from memserve.core.tokens import Path, pack
 from memserve.errors import OutOfBlocksError
-from memserve.types import BlockId, Medium, Namespace
+from memserve.types import BlockId, Medium, Namespace, SlotId
 from memserve.workers.owners import Owners
 from memserve.workers.pools import BlockCounts, Peer, Pool, RunningRequest, SlotOwner
 
@@ -200,8 +200,8 @@ class MemPool:
 
         The owner keeps its references, but where an equal block was indexed meanwhile it gets a
         reference to that one, and its own block is freed. Returns the blocks it now holds.
-        Raises: ValueError unless there is one block for each full block of the tokens; KeyError if
-        the owner does not hold them.
+        Raises: ValueError unless there is one block for each full block of the tokens, if one is
+        indexed for other tokens, and in quarantine; KeyError if the owner does not hold them.
         """
         return self.insert_path(self.path(token_ids, namespace), block_ids, owner)
 
@@ -209,6 +209,7 @@ class MemPool:
         """As `insert`."""
         if len(block_ids) != path.num_blocks:
             raise ValueError(f"{len(block_ids)} blocks for a prefix of {path.num_blocks}")
+        self._owners.require_free(owner)
         self._owners.require(owner, block_ids)
         held = list(block_ids)
         for index, place in self.index.insert(path, held).duplicates:
@@ -246,6 +247,17 @@ class MemPool:
         self._pool.retract(history)
         self.on_evicted(history)
         return before - self.index.num_blocks
+
+    def drop_slots(self, slot_ids: Sequence[SlotId]) -> None:
+        """Forget what lies in these DRAM slots; what HBM does not hold either, with all below."""
+        lost = self.index.drop(slot_ids, Medium.DRAM)
+        lost.add(Medium.DRAM, list(slot_ids))
+        self._give_up(lost)
+
+    def evict_slots(self, num_slots: int, idle_s: float = 0.0) -> None:
+        """Forget what was in DRAM for longest (`idle_s` at least): up to so many slots, or more
+        where others lie below."""
+        self._give_up(self.index.evict(num_slots, Medium.DRAM, idle_s))
 
     def history(self) -> Iterator[BlockId]:
         """Historical HBM blocks, the next to be evicted first. Nothing may change meanwhile."""
@@ -318,6 +330,11 @@ class MemPool:
     def num_blocks(self) -> int:
         """All HBM blocks."""
         return self._pool.num_blocks
+
+    @property
+    def num_available(self) -> int:
+        """HBM blocks that nobody refers to, with history or without."""
+        return self._pool.num_available
 
     def stats(self) -> BlockCounts:
         """Does not mutate."""

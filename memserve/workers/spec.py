@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
+from memserve.core.cost_model import BUILT_IN, Profile
 from memserve.errors import ProtocolError
 from memserve.types import InstanceId, Lora, Role
 
@@ -40,11 +41,23 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the KV cache; None: what vLLM finds free."""
     layout: str = "auto"
     """auto, block_first or layer_first."""
+    dram_bytes: int = 0
+    """Host memory for KV blocks; 0: none."""
+    profile: Profile = BUILT_IN
+    """What computing costs on this device: whether swapping in is faster."""
     reserve_blocks: int = 1
     """Blocks that stay free when a peer asks for some."""
     heartbeat_interval_s: float = 1.0
     num_threads: int = 1
     """Of torch's operators on the CPU."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    visible_gpus: tuple[str, ...] = ()
+    """The GPUs as CUDA_VISIBLE_DEVICES names them: the worker's own first, then its peers'."""
+    gpu_lock: str = ""
+    """A file that instances which share a GPU lock while they measure it; empty: not needed."""
+    link: str = "auto"
+    """The kind of link to use, or auto."""
 
 
 class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.request import Request, RequestStatus
 
 from memserve.changes import Evicted
+from memserve.core.swap import SwapDecision, SwapLimits
 from memserve.core.tokens import pack
 from memserve.errors import RequestError
 from memserve.messages import (
@@ -56,8 +57,11 @@ from memserve.workers.index_reports import IndexReports
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
 from memserve.workers.requests import decode_request, prefill_request
+from memserve.workers.swap_queue import NoSwaps, SwapQueue, Swaps
+from memserve.workers.swapping import Swapper
 from memserve.workers.transfer import Transfers, private_namespace
 from tests.contract.link_rig import BLOCK_SIZE, buffer_bytes, geometry
+from tests.contract.swap_rig import CheapSwaps, ManualQueues, make_tier
 from tests.contract.transfer_rig import FakeClock, make_hasher, make_pool, prompt
 from tests.integration.worker_harness import request_bytes
 
@@ -184,6 +188,7 @@ class ScriptedChannel:
         self.events: list[AnyEvent] = []
         self.waits: list[float] = []
         self.is_idle_after = 1
+        self.spins = 0
         self.loop: EngineLoop | None = None
 
     def send(self, event: AnyEvent) -> None:
@@ -194,7 +199,12 @@ class ScriptedChannel:
 
     def wait(self, timeout_s: float) -> None:
         self.waits.append(timeout_s)
-        if self.commands or timeout_s <= 0.0:
+        if self.commands:
+            return
+        if timeout_s <= 0.0:
+            self.spins += 1
+            if self.spins > 1000 and self.loop is not None:
+                self.loop.stop()  # it waits for a copy that a test holds back
             return
         self._clock.now_s += timeout_s
         self.is_idle_after -= 1
@@ -204,16 +214,17 @@ class ScriptedChannel:
 
 
 class Bench:
-    """One loop with everything around it."""
+    """One loop with everything around it; with `queues`, it has a DRAM tier that copies on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, queues: ManualQueues | None = None) -> None:
         self.clock = FakeClock()
         self.mempool, self.pool = make_pool(NUM_BLOCKS, clock=self.clock)
         self.engine = ScriptedEngine(self.mempool, self.pool)
         self.channel = ScriptedChannel(self.clock)
         shape = geometry("block_first", NUM_BLOCKS)
         size = buffer_bytes(shape)
-        self.link = FakeLink(bytearray(size), shape, bytearray(size), shape)
+        memory = bytearray(size)
+        self.link = FakeLink(memory, shape, bytearray(size), shape)
         reports = IndexReports(self.mempool, InstanceId("P0"), 1, self.channel.send)
         self.transfers = Transfers(
             self.mempool,
@@ -223,12 +234,20 @@ class Bench:
             1,
             reports.send,
         )
+        self.swaps: Swaps = NoSwaps()
+        if queues is not None:
+            limits = SwapLimits(margin_blocks=0, pinned_blocks=8)
+            tier = make_tier(shape, memory, queues, self.clock)
+            self.swapper = Swapper(self.mempool, tier, limits, self.clock, batch_blocks=4)
+            decision = SwapDecision(CheapSwaps(), BLOCK_SIZE, shape.block_bytes)
+            self.swaps = SwapQueue(self.mempool, self.swapper, decision, limits, self.clock)
         self.loop = EngineLoop(
             InstanceId("P0"),
             1,
             cast(Engine, self.engine),
             self.mempool,
             self.transfers,
+            self.swaps,
             reports,
             self.channel,
             heartbeat_interval_s=1.0,
@@ -243,6 +262,7 @@ class Bench:
         """
         self.channel.commands.extend(commands)
         self.channel.is_idle_after = idle_waits
+        self.channel.spins = 0
         self.channel.events.clear()
         self.loop._is_stopping = False
         self.loop.run()

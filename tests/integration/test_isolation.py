@@ -30,6 +30,16 @@ IDENTITIES: dict[str, dict[str, Any]] = {
     "tenant with sql": {"model": "sql", "cache_salt": "tenant"},
 }
 """Who asks: what each adds to the body. No two of them may share a block."""
+STRANGERS: dict[str, dict[str, Any]] = {
+    "salt": {"cache_salt": "stranger"},
+    "sql with salt": {"model": "sql", "cache_salt": "stranger"},
+}
+SMALL: dict[str, object] = {
+    "engine.max_model_len": 512,
+    "mempool.hbm_mb": 51,
+    "mempool.dram_gb": 0.2,
+}
+"""36 blocks of HBM an instance, and room for four times as many in DRAM."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +56,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def cluster(adapters: dict[str, str]) -> Iterator[Cluster]:
     table = ", ".join(f"{name} = {json.dumps(folder)}" for name, folder in adapters.items())
-    with running("1P1D-CC", settings={"models.loras": f"{{{table}}}"}) as cluster:
+    with running("1P1D-CC", settings=SMALL | {"models.loras": f"{{{table}}}"}) as cluster:
         yield cluster
 
 
@@ -76,6 +86,32 @@ async def test_nobody_finds_anothers_blocks_and_everybody_finds_its_own(
     assert first["base"] == first["tenant"] == first["other tenant"] == expected
     assert first["sql"] == first["tenant with sql"]
     assert len({tuple(first[name]) for name in ("base", "sql", "chat")}) == 3, first
+
+
+async def test_blocks_in_dram_are_as_separate(cluster: Cluster, texts: Texts) -> None:
+    rng = random.Random(33)
+    prompt = texts.tokens(NUM_BLOCKS * BLOCK + 3, rng)
+    answers: dict[str, list[int]] = {}
+    async with Client(cluster) as client:
+        for name, identity in IDENTITIES.items():
+            answers[name] = (await client.complete(prompt, NUM_TOKENS, **identity)).token_ids
+        before = await client.until_idle()
+        for _ in range(4):  # more than the pools have room for
+            await client.complete(texts.tokens(14 * BLOCK, rng), 2)
+        await client.until_idle()
+        for name, identity in STRANGERS.items():
+            other = await client.complete(prompt, NUM_TOKENS, **identity)
+            assert other.cached_tokens == 0, name
+        num_cached = 0
+        for name, identity in IDENTITIES.items():
+            answer = await client.complete(prompt, NUM_TOKENS, **identity)
+            assert answer.token_ids == answers[name], name
+            num_cached += answer.cached_tokens
+        after = await client.until_idle()
+    assert num_cached > 0
+    for old, new in zip(before.audit, after.audit, strict=True):
+        assert old.stats is not None and new.stats is not None
+        assert new.stats.swapped_in_blocks > old.stats.swapped_in_blocks, new
 
 
 async def test_what_was_generated_is_not_shared_either(cluster: Cluster, texts: Texts) -> None:

@@ -52,7 +52,7 @@ class RadixIndex:
     @property
     def num_nodes(self) -> int:
         """Nodes, without the roots."""
-        return self._forest.num_nodes
+        return len(self._forest.nodes)
 
     def num_in(self, medium: Medium) -> int:
         """Blocks that are in this medium."""
@@ -86,6 +86,13 @@ class RadixIndex:
         """Where the block that lies in this DRAM slot lies in HBM."""
         block_id = self._elsewhere(slot_id, Medium.DRAM, Medium.HBM)
         return None if block_id == ABSENT else BlockId(block_id)
+
+    def key_of(self, place: int, medium: Medium) -> int | None:
+        """The key of the block that lies there: another one if the place has changed hands."""
+        tier = self._tiers[medium]
+        if (node := tier.holder(place)) is None:
+            return None
+        return node.keys[tier.depths[place] - node.start]
 
     def oldest(self, num_blocks: int, medium: Medium, idle_s: float = 0.0) -> list[int]:
         """So many places to evict, or fewer: unused for longest (`idle_s` at least), ends first.
@@ -255,7 +262,7 @@ class RadixIndex:
             self._forest.remove_below(tree.root, freed)
         self._forest.trees.clear()
         for tier in self._tiers.values():
-            tier.tidy(0)
+            tier.tidy()
         self._forest.log.cleared()
         return freed
 

@@ -1,0 +1,141 @@
+"""`memserve simulate`: options, and what is printed. Everything heavy is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from memserve.simulator.setup import Options
+    from memserve.simulator.synthetic import Shape
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.option("--mode", default="1P1D-CC", show_default=True, help="Instances, as in `up`.")
+@click.option("--caching", help="none, prefill, decode or full; else by the mode.")
+@click.option("--dataset", type=_PATH, metavar="FILE", help="A trace or conversations, maybe .gz.")
+@click.option(
+    "--synthetic",
+    "shape",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Without a data set: documents, document_tokens, hot, system_tokens, turns, user_tokens,"
+    " reply_tokens.",
+)
+@click.option("--requests", type=int, metavar="N", help="At most so many.")
+@click.option("--rate", type=float, metavar="R", help="Requests a second.")
+@click.option("--copies", type=int, default=1, metavar="N", help="The trace so often at once.")
+@click.option("--think-s", type=float, metavar="S", help="Mean time between a session's calls.")
+@click.option("--max-context", type=int, default=131_072, show_default=True, metavar="TOKENS")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--model", default="llama-3.1-8b", show_default=True, help="A known shape, or a folder."
+)
+@click.option("--device", default="H200", show_default=True, help="What the model runs on.")
+@click.option("--tp", type=int, default=1, show_default=True, help="GPUs of one instance.")
+@click.option("--policy", help="cost, prefix, session, least_loaded or round_robin.")
+@click.option("--split", help="auto, always or never.")
+@click.option("--profile", type=_PATH, metavar="FILE", help="What `calibrate` measured.")
+@click.option("--link", help="ipc, nccl, tcp or shm.")
+@click.option("--blocks", type=int, metavar="N", help="KV blocks of an instance.")
+@click.option("--block-size", type=int, metavar="TOKENS")
+@click.option("--max-num-seqs", type=int, default=256, show_default=True)
+@click.option("--slo-ttft-s", type=float, metavar="S", help="Objective that goodput counts.")
+@click.option("--slo-tpot-s", type=float, metavar="S", help="Objective that goodput counts.")
+@click.option(
+    "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Keys of [scheduler], …"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.option("--csv", "csv_file", type=_PATH, metavar="FILE", help="Write a line per request.")
+def simulate(
+    assignments: tuple[str, ...],
+    as_json: bool,
+    csv_file: Path | None,
+    policy: str | None,
+    split: str | None,
+    **values: Any,
+) -> None:
+    """Run a load on simulated instances, with the real scheduler, and show what it would get."""
+    import msgspec
+    from rich.console import Console
+
+    from memserve import config
+    from memserve.simulator import report, setup
+    from memserve.simulator.simulation import Simulation
+
+    flags = {"scheduler.policy": ("--policy", policy), "scheduler.split": ("--split", split)}
+    settings = config.load(
+        flags={key: (flag, text) for key, (flag, text) in flags.items() if text is not None},
+        assignments=assignments,
+        environ=os.environ,
+    )
+    options = _options(values)
+    costs = setup.costs(options)
+    calls = setup.load(options)
+    cluster = setup.cluster(options, settings.config, costs, calls)
+    if csv_file is not None:
+        _writable(csv_file)
+    result = Simulation(cluster, calls, costs, time.perf_counter).run()
+    summary = report.summarize(result, options.objectives)
+    if csv_file is not None:
+        report.write_csv(result.outcomes, csv_file)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
+        return
+    console = Console()
+    hardware = cluster.hardware
+    console.print(
+        f"{cluster.mode} · {costs.profile.model} on {costs.profile.device} ({costs.source}) · "
+        f"{hardware.geometry.num_blocks:,} blocks of {hardware.geometry.block_size}",
+        highlight=False,
+    )
+    report.show(summary, result, console)
+
+
+def _options(values: dict[str, Any]) -> Options:
+    from memserve.simulator.report import Objectives
+    from memserve.simulator.setup import Options
+    from memserve.types import Caching
+
+    caching = values.pop("caching")
+    if caching is not None and caching not in {member.value for member in Caching}:
+        allowed = ", ".join(member.value for member in Caching)
+        raise ConfigError("--caching", f"{caching!r} is no level", allowed)
+    return Options(
+        caching=None if caching is None else Caching(caching),
+        synthetic=_shape(values.pop("shape")),
+        objectives=Objectives(values.pop("slo_ttft_s"), values.pop("slo_tpot_s")),
+        **values,
+    )
+
+
+def _shape(assignments: tuple[str, ...]) -> Shape:
+    import msgspec
+
+    from memserve.simulator.synthetic import Shape
+
+    given: dict[str, str] = {}
+    for text in assignments:
+        key, separator, value = text.partition("=")
+        if not separator or key not in Shape.__struct_fields__:
+            raise ConfigError("--synthetic", f"{text!r}", ", ".join(Shape.__struct_fields__))
+        given[key] = value
+    try:
+        return msgspec.convert(given, Shape, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError("--synthetic", str(error)) from error
+
+
+def _writable(path: Path) -> None:
+    try:
+        path.open("w").close()
+    except OSError as error:
+        raise ConfigError("--csv", f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,218 @@
+"""From what was typed to what is run: the load, the cluster, the costs. Every mistake is named.
+
+Collaborators: `command.py` and the benches fill in `Options`; `simulation.py` runs the result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from memserve.config import Config
+from memserve.core.builtin import built_in
+from memserve.core.cost_model import CostModel
+from memserve.core.mode import parse_mode
+from memserve.core.profile import ModelShape, Profile
+from memserve.errors import ConfigError
+from memserve.scheduler_settings import scheduler_settings
+from memserve.simulator import datasets
+from memserve.simulator.engine import EngineLimits
+from memserve.simulator.report import Objectives
+from memserve.simulator.simulation import Setup
+from memserve.simulator.synthetic import Shape, sessions
+from memserve.simulator.worker import Hardware
+from memserve.simulator.workload import Call, poisson, replay
+from memserve.types import Caching, Geometry
+
+MAX_INSTANCES = 9999
+
+MODELS: dict[str, ModelShape] = {
+    "llama-2-13b": ModelShape(40, 5120, 40, 40, 128, 13824, 32000),
+    "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 128256),
+    "llama-3.1-70b": ModelShape(80, 8192, 64, 8, 128, 28672, 128256),
+    "smollm2-135m": ModelShape(30, 576, 9, 3, 64, 1536, 49152),
+}
+"""Shapes that need no file."""
+
+_MEMORY_BYTES = {"H200": 141e9, "H100": 80e9, "H800": 80e9, "A100": 80e9}
+_OTHER_GPU_BYTES = 24e9
+_CPU_KV_BYTES = 128 << 20
+_USED_SHARE = 0.9
+_ACTIVATIONS_BYTES = 4e9
+"""What an engine needs besides weights and KV, roughly."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be chosen; the names are the flags' names."""
+
+    mode: str = "1P1D-CC"
+    caching: Caching | None = None
+    dataset: Path | None = None
+    synthetic: Shape = Shape()
+    requests: int | None = None
+    rate: float | None = None
+    copies: int = 1
+    think_s: float | None = None
+    max_context: int = 131_072
+    seed: int = 0
+    model: str = "llama-3.1-8b"
+    device: str = "H200"
+    tp: int = 1
+    profile: Path | None = None
+    link: str | None = None
+    blocks: int | None = None
+    block_size: int | None = None
+    max_num_seqs: int = 256
+    message_s: float = 0.2e-3
+    front_end_s: float = 2e-3
+    objectives: Objectives = Objectives()
+
+
+_DEFAULT_REQUESTS = 1000
+_DEFAULT_RATE = 2.0
+_THINK_S = 30.0
+
+
+# ── the load ──────────────────────────────────────────────────────────────────────────────────
+
+
+def load(options: Options) -> list[Call]:
+    """The calls with their arrivals, sorted. Raises: ConfigError."""
+    _check_numbers(options)
+    if options.dataset is None:
+        options.synthetic.check()
+        count = options.requests or _DEFAULT_REQUESTS
+        num_sessions = -(-count // options.synthetic.turns)
+        calls = list(sessions(options.synthetic, num_sessions, options.seed))
+    else:
+        calls = datasets.read(options.dataset)
+    calls = _fitting(calls, options.max_context)
+    if calls and calls[0].arrival_s is not None:
+        calls = calls[: options.requests]
+        return replay(calls, options.rate, options.copies, options.seed)
+    if options.copies != 1:
+        raise ConfigError("--copies", "needs a data set that says when calls arrive", "1")
+    return poisson(
+        calls,
+        rate=options.rate or _DEFAULT_RATE,
+        requests=options.requests or min(len(calls), _DEFAULT_REQUESTS),
+        think_s=options.think_s,
+        seed=options.seed,
+    )
+
+
+def _check_numbers(options: Options) -> None:
+    for name in ("requests", "rate", "copies", "think_s", "max_context", "blocks", "block_size"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')}", f"{value} is not allowed", "above 0")
+    for name in ("max_num_seqs", "tp"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}", "too small", "from 1")
+
+
+def _fitting(calls: Sequence[Call], max_context: int) -> list[Call]:
+    """Those within the context; a session ends before its first call that is not."""
+    ended: set[str] = set()
+    kept: list[Call] = []
+    for call in calls:
+        if call.total_tokens > max_context:
+            ended.add(call.session)
+        elif call.session not in ended:
+            kept.append(call)
+    if not kept:
+        raise ConfigError("--max-context", f"no call fits into {max_context} tokens")
+    return kept
+
+
+# ── the costs ─────────────────────────────────────────────────────────────────────────────────
+
+
+def costs(options: Options) -> CostModel:
+    """From the profile that was named, else the built-in one. Raises: ConfigError."""
+    if options.profile is None:
+        profile = built_in(_shape(options.model), options.device, model=options.model)
+    else:
+        try:
+            profile = msgspec.json.decode(options.profile.read_bytes(), type=Profile)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError("--profile", f"cannot read {options.profile}: {error}") from error
+    return CostModel(profile, options.tp if options.profile is None else None)
+
+
+def _shape(model: str) -> ModelShape:
+    if model in MODELS:
+        return MODELS[model]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return ModelShape.from_config(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        known = f"{', '.join(MODELS)}, or a folder with a config.json"
+        raise ConfigError("--model", f"{model!r}: {error}", known) from error
+
+
+# ── the cluster ───────────────────────────────────────────────────────────────────────────────
+
+
+def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[Call]) -> Setup:
+    """The instances that are to serve these calls. Raises: ConfigError."""
+    mode = parse_mode(options.mode, MAX_INSTANCES)
+    profile = model.profile
+    is_cpu = profile.device.lower().startswith("cpu")
+    block_size = options.block_size or (32 if is_cpu else 16)
+    link = options.link or ("shm" if is_cpu else "ipc")
+    if link not in profile.links:
+        raise ConfigError("--link", f"the profile knows no {link!r}", ", ".join(profile.links))
+    block_bytes = model.kv_bytes(block_size)
+    kv_bytes = _kv_bytes(model)
+    blocks = options.blocks or int(kv_bytes // block_bytes)
+    largest = max((call.total_tokens for call in calls), default=0)
+    if (blocks - 1) * block_size < largest:
+        raise ConfigError(
+            "--blocks",
+            f"{blocks} blocks of {block_size} tokens are too few for a call of {largest} tokens",
+            f"from {-(-largest // block_size) + 1}, or a smaller --max-context",
+        )
+    shape = profile.shape
+    page_bytes = block_bytes // shape.num_layers
+    geometry = Geometry(
+        model=profile.model,
+        dtype=profile.dtype,
+        block_size=block_size,
+        num_blocks=blocks,
+        num_kv_heads=shape.num_kv_heads,
+        page_bytes=page_bytes,
+        block_stride=block_bytes,
+        layer_offsets=tuple(layer * page_bytes for layer in range(shape.num_layers)),
+    )
+    return Setup(
+        mode=mode,
+        scheduler=scheduler_settings(config, options.caching or mode.default_caching, link),
+        hardware=Hardware(geometry, link, EngineLimits(profile.chunk_tokens, options.max_num_seqs)),
+        message_s=options.message_s,
+        front_end_s=options.front_end_s,
+    )
+
+
+def _kv_bytes(model: CostModel) -> float:
+    """What is left of an instance's memory for KV."""
+    profile, shape = model.profile, model.profile.shape
+    if profile.device.lower().startswith("cpu"):
+        return _CPU_KV_BYTES
+    known = next((size for name, size in _MEMORY_BYTES.items() if name in profile.device), None)
+    total = _USED_SHARE * (known or _OTHER_GPU_BYTES) * model.tp
+    matrices = sum(gemm.n * gemm.k for gemm in shape.layer_gemms(1)) * shape.num_layers
+    weights = (matrices + 2 * shape.vocab * shape.hidden) * shape.dtype_bytes
+    left = total - weights - _ACTIVATIONS_BYTES
+    if left <= 0:
+        raise ConfigError(
+            "--tp",
+            f"{profile.model or 'the model'} needs {weights / 1e9:.0f} GB for its weights, "
+            f"{model.tp} × {profile.device} have {total / 1e9:.0f}",
+            "more, or another --model or --device",
+        )
+    return left

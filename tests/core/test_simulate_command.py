@@ -1,0 +1,158 @@
+"""`memserve simulate` from its flags to its figures, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from memserve import cli
+from memserve.core.builtin import built_in
+from memserve.simulator.report import Objectives, histogram, show, spread, summarize
+from memserve.simulator.setup import MODELS
+from memserve.simulator.simulation import Outcome, Result, Traffic, Work
+
+SMALL = ["simulate", "--requests", "12", "--rate", "5", "--blocks", "800"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.invoke([*SMALL, *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_json_has_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--json", "--mode", "1P1D-CC", "--slo-ttft-s", "1")
+    assert code == 0
+    figures = json.loads(out)
+    assert (figures["requests"], figures["failed"]) == (12, 0)
+    assert figures["goodput"] == 1.0
+    assert figures["ttft_s"]["mean"] < figures["jct_s"]["mean"]
+    assert figures["transfers"]["forward"] > 0
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert "12 requests, 0 failed" in out
+    assert "TTFT" in out and "█" in out
+
+
+def test_a_line_for_each_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "calls.csv"
+    assert run(capsys, "--csv", str(path))[0] == 0
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert len(rows) == 12
+    assert float(rows[0]["jct_s"]) > float(rows[0]["ttft_s"]) > 0
+
+
+def test_a_profile_from_a_file_and_a_model_from_a_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    profile = built_in(MODELS["smollm2-135m"], "cpu", model="tiny")
+    path = tmp_path / "profile.json"
+    path.write_bytes(msgspec.json.encode(profile))
+    _, out, _ = run(capsys, "--profile", str(path), "--max-context", "2000")
+    assert "tiny on cpu" in out
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+              "vocab_size": 100, "intermediate_size": 128}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run(capsys, "--model", str(tmp_path))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--mode", "3X"], "3X"),
+        (["--mode", "9999P9999D"], "at most 9999"),
+        (["--caching", "some"], "none, prefill, decode, full"),
+        (["--dataset", "/does/not/exist"], "cannot read"),
+        (["--synthetic", "turns"], "documents"),
+        (["--synthetic", "turns=many"], "turns"),
+        (["--synthetic", "turns=0"], "turns"),
+        (["--rate", "0"], "--rate"),
+        (["--requests", "-1"], "--requests"),
+        (["--max-context", "10"], "no call fits"),
+        (["--model", "no-such-model"], "llama-3.1-8b"),
+        (["--model", "llama-3.1-70b", "--device", "A100"], "--tp"),
+        (["--profile", "/does/not/exist"], "cannot read"),
+        (["--link", "pigeon"], "ipc"),
+        (["--blocks", "3"], "too few"),
+        (["--copies", "2"], "--copies"),
+        (["--set", "scheduler.nothing=1"], "scheduler.nothing"),
+        (["--csv", "/does/not/exist/file"], "cannot write"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert problem in err
+    assert err.count("\n") == 1
+
+
+# ── figures ───────────────────────────────────────────────────────────────────────────────────
+
+
+def outcome(ttft: float | None, jct: float | None, reply: int = 11) -> Outcome:
+    return Outcome(
+        session="s",
+        prompt_tokens=100,
+        reply_tokens=reply,
+        sent_at=1.0,
+        first_token_at=None if ttft is None else 1.0 + ttft,
+        ended_at=None if jct is None else 1.0 + jct,
+        cached_tokens=25,
+        error=None if jct is not None else "lost",
+    )
+
+
+def result(*outcomes: Outcome) -> Result:
+    return Result(
+        outcomes=list(outcomes),
+        traffic=Traffic({"forward": 2}, {"forward": 2048}, 3),
+        duration_s=10.0,
+        busy={"P0": 0.5, "D0": 1.0},
+        num_preempted=0,
+        num_events=5,
+        work=Work([0.001, 0.003], {"Sent": 0.2, "Tokens": 0.3}, {"Sent": 2, "Tokens": 7}),
+    )
+
+
+def test_figures_are_those_of_the_definitions() -> None:
+    run = result(outcome(1.0, 2.0), outcome(3.0, 13.0), outcome(None, None))
+    summary = summarize(run, Objectives(ttft_s=2.0, tpot_s=0.5))
+    assert (summary.requests, summary.failed) == (3, 1)
+    assert (summary.ttft_s.mean, summary.jct_s.mean) == (2.0, 7.5)
+    assert summary.tpot_s.p50 == pytest.approx((0.1 + 1.0) / 2)
+    assert summary.goodput == pytest.approx(1 / 3)
+    assert summary.goodput_per_s == pytest.approx(0.1)
+    assert summary.requests_per_s == pytest.approx(0.2)
+    assert summary.hit_ratio == 0.25
+    assert (summary.busy_mean, summary.busy_most) == (0.75, 1.0)
+    assert summary.scheduler_s == pytest.approx(0.504)
+
+
+def test_a_reply_of_one_token_has_no_time_per_token() -> None:
+    assert outcome(1.0, 1.0, reply=1).tpot_s is None
+    assert Objectives(tpot_s=0.1).are_met(outcome(1.0, 1.0, reply=1))
+
+
+def test_nothing_at_all_is_shown_too() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    empty = result(outcome(None, None))
+    show(summarize(empty, Objectives()), empty, console)
+    assert "1 failed" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert spread([]).mean is None
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.2, 0.4, 8.0], [1.0, 1.0], [0.0, 1e-9], [5.0, 5e5]])
+def test_every_value_is_in_one_bin(values: list[float]) -> None:
+    lines = histogram(values)
+    assert sum(int(line.split()[-1]) for line in lines) == len(values)
