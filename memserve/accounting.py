@@ -108,7 +108,7 @@ class Members:
         if not _is_prefilling(lifecycle):
             self.pending.remove(lifecycle.spec.id)
         before = self._charges.pop(lifecycle.spec.id, ())
-        after = _charges(lifecycle, missing_tokens, prefill_s)
+        after = _charges(lifecycle, missing_tokens, prefill_s, self._cost)
         if after:
             self._charges[lifecycle.spec.id] = after
         if after == before:
@@ -186,7 +186,7 @@ def _is_prefilling(lifecycle: RequestLifecycle) -> bool:
 
 
 def _charges(
-    lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float
+    lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float, cost: CostModel
 ) -> tuple[_Charge, ...]:
     plan = lifecycle.plan
     if plan is None or lifecycle.is_client_done:
@@ -195,7 +195,11 @@ def _charges(
     running = Share(context_tokens)
     prefilling = Share(context_tokens, prefill_s, missing_tokens)
     if lifecycle.phase not in _FIRST_PHASES:
-        return (_Charge(plan.decode or plan.first, running),)
+        seat = plan.decode or plan.first
+        if not lifecycle.is_decode_cold:
+            return (_Charge(seat, running),)
+        cold = Share(context_tokens, cost.exec_s(context_tokens), context_tokens)
+        return (_Charge(seat, cold),)
     first = _Charge(plan.first, prefilling if _is_prefilling(lifecycle) else running)
     return (first,) if plan.decode is None else (first, _Charge(plan.decode, running))
 

@@ -10,8 +10,10 @@ and, where another instance s holds more, y' of them, the fetched form
     max(queue(p), fetch) + exec(x, y')                 fetch = wait(s, p) + transfer(y' - y)
 
 whichever is less: what is fetched travels while p's queue is worked off. `wait` is what the links
-of both have under way, and half of the steps that their engines are in, since commands are served
-between steps. So a hot prefix finds a second home as soon as queueing costs more than fetching.
+of both have under way, and steps of their engines: commands are served, and links looked after,
+between steps. p reserves, and s begins, after the rest of a step; s sees a step later that all is
+sent (a link that copies in s's own thread is done at once, but takes a turn for each portion). So a
+hot prefix finds a second home as soon as queueing costs more than fetching.
 
 An instance that generates adds to its steps, for all of its n requests:
 
@@ -50,6 +52,8 @@ _TIE_S = 50e-6
 _FEW = 128
 _SHOWN = 4
 """Candidates of each kind that a reason shows."""
+_PORTION_BYTES = 32 << 20
+"""What a link that copies in the engine's thread copies between two steps (`links/shm.py`)."""
 _ROUND_TRIPS_S = 1e-3
 """Of a fetch: reserving and ordering, over the control channel."""
 
@@ -60,9 +64,14 @@ class _Firsts(msgspec.Struct):
     cached: Counts
     queue_s: Seconds
     exec_s: Seconds
+    num_waiting: Counts
+    """Requests that wait while the prompt is computed: its own, and those that generate there."""
     total_s: Seconds
-    turn_s: Seconds
-    """Until its engine comes to serving a command, on average."""
+    """For all of them."""
+    step_s: Seconds
+    """Of its engine, in which no command is served."""
+    rest_s: Seconds
+    """Of the step that it is in, as far as one can tell."""
     fetch_s: Seconds
     fetched: Counts
     """Tokens that will be there after a fetch; 0: it does not pay."""
@@ -82,6 +91,7 @@ class CostPolicy:
         cost.transfer_s(1, link)
         self._cost = cost
         self._link = cost.profile.links[link]
+        self._is_in_turn = link == "shm"
         self._split = split
         self._whole_on_decode = is_calibrated
         self._token_bytes = cost.kv_bytes(1)
@@ -96,8 +106,7 @@ class CostPolicy:
         is_fetched = firsts.fetched > 0
         first, decode, least_s = -1, None, np.inf
         if can.whole.any():
-            stall_s = (loads.num_requests - loads.num_prefills) * firsts.exec_s
-            whole_s = firsts.total_s + stall_s + load_s
+            whole_s = firsts.total_s + load_s
             first = _least(whole_s, _preferred(can.whole, has_room), loads, is_fetched)
             least_s = whole_s[first]
         if can.prefill.any():
@@ -115,15 +124,18 @@ class CostPolicy:
         cached = demand.found()
         queue_s = loads.queue_s(demand.now)
         exec_s = self._exec_s(demand, cached)
-        chunk_s = np.minimum(queue_s, self._cost.exec_s(self._chunk_tokens))
-        is_decoding = loads.num_requests > loads.num_prefills
+        chunk_s = self._cost.exec_s(self._chunk_tokens)
+        num_decoding = loads.num_requests - loads.num_prefills
+        decode_s = np.where(num_decoding > 0, loads.step_s, 0.0)
         count = len(cached)
         firsts = _Firsts(
             cached=cached,
             queue_s=queue_s,
             exec_s=exec_s,
-            total_s=queue_s + exec_s,
-            turn_s=(chunk_s + np.where(is_decoding, loads.step_s, 0.0)) / 2,
+            num_waiting=num_decoding + 1,
+            total_s=queue_s + exec_s * (num_decoding + 1),
+            step_s=np.minimum(queue_s, chunk_s) + decode_s,
+            rest_s=np.minimum(queue_s, chunk_s / 2) + decode_s / 2,
             fetch_s=np.zeros(count),
             fetched=np.zeros(count, np.int64),
             source=np.zeros(count, np.int64),
@@ -179,10 +191,16 @@ class CostPolicy:
         missing = num_tokens - firsts.cached
         under_way = np.maximum(loads.sending_bytes[source], loads.receiving_bytes)
         size_bytes = np.maximum(missing, 0) * self._token_bytes + under_way
-        fetch_s = _ROUND_TRIPS_S + firsts.turn_s[source] + firsts.turn_s + self._link.fixed_s
-        fetch_s = fetch_s + size_bytes / self._link.bytes_per_s
+        wait_s = _ROUND_TRIPS_S + firsts.rest_s[source] + firsts.rest_s
+        turns = size_bytes // _PORTION_BYTES if self._is_in_turn else 1
+        fetch_s = (
+            wait_s
+            + turns * firsts.step_s[source]
+            + self._link.fixed_s
+            + size_bytes / self._link.bytes_per_s
+        )
         exec_s = self._cost.exec_s(demand.num_tokens, num_tokens)
-        total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s
+        total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s * firsts.num_waiting
         pays = (missing > 0) & (total_s < firsts.total_s)
         np.copyto(firsts.total_s, total_s, where=pays)
         np.copyto(firsts.fetch_s, fetch_s, where=pays)

@@ -23,6 +23,7 @@ from memserve.core.vocabulary import (
 from memserve.messages import (
     Allocated,
     Inserted,
+    Refused,
     Sent,
     Started,
     TokenOutput,
@@ -33,6 +34,10 @@ from memserve.types import BlockId, InstanceId, Namespace, RequestId, Role, Tran
 
 P0, P1, D0 = (Seat(InstanceId(name), 1) for name in ("P0", "P1", "D0"))
 NUM_TOKENS = 600
+
+
+def at(seat: Seat) -> dict[str, Any]:
+    return {"instance": seat.instance, "epoch": seat.epoch}
 
 
 class Books:
@@ -100,6 +105,20 @@ def test_a_fetch_is_work_that_waits_at_the_receiver_only() -> None:
     life = books.request("a", fetch=Fetch(P1, 64))
     books.charge(life, 0.0)
     assert books.counts() == [1, 0, 1] and books.queue_s(P0, 0.0) > 0.0
+
+
+def test_a_prompt_that_d_has_to_compute_is_work_on_d() -> None:
+    books = Books()
+    life = books.request("a")
+    books.charge(life, 0.0)
+    books.first_token(life)
+    life.step(Refused(**at(D0), transfer_id=TransferId("a/forward/1"), reason="no room"))
+    books.charge(life, 1.0)
+    assert books.queue_s(D0, 1.0) == pytest.approx(books.cost.exec_s(NUM_TOKENS), rel=0.01)
+    assert books.counts() == [0, 0, 1]
+    life.step(Output(D0.instance, TokenOutput(life.spec.id, 1, [8], None)))
+    books.charge(life, 2.0)
+    assert books.queue_s(D0, 2.0) == 0.0 and books.counts() == [0, 0, 1]
 
 
 def test_a_lost_instance_takes_its_charges_along() -> None:
