@@ -198,7 +198,7 @@ def _charges(
         seat = plan.decode or plan.first
         if not lifecycle.is_decode_cold:
             return (_Charge(seat, running),)
-        cold = Share(context_tokens, cost.exec_s(context_tokens), context_tokens)
+        cold = Share(context_tokens, cost.exec_s(context_tokens))
         return (_Charge(seat, cold),)
     first = _Charge(plan.first, prefilling if _is_prefilling(lifecycle) else running)
     return (first,) if plan.decode is None else (first, _Charge(plan.decode, running))
