@@ -47,7 +47,7 @@ _TIE_S = 50e-6
 """Differences below these (relative, seconds) are no reason: no prediction is that good."""
 _FEW = 128
 _MOST = np.iinfo(np.int64).max
-_SHOWN = 4
+_SHOWN = 3
 """Candidates of each kind that a reason shows."""
 _PORTION_BYTES = 32 << 20
 """What a link that copies in the engine's thread copies between two steps (`links/shm.py`)."""
