@@ -324,6 +324,31 @@ async def test_the_workers_get_the_clients_settings(
     assert [answer["choices"][0]["finish_reason"] for answer in answers][-1] == "length"
 
 
+@pytest.mark.parametrize(
+    ("headers", "extra", "session"),
+    [
+        ({}, {}, ""),
+        ({}, {"user": "u"}, "u"),
+        ({"X-Session-Id": "s"}, {"user": "u"}, "s"),
+    ],
+)
+async def test_a_conversation_may_have_a_name(
+    server: Server,
+    cluster: FakeCluster,
+    tokens: list[int],
+    headers: dict[str, str],
+    extra: dict[str, str],
+    session: str,
+) -> None:
+    cluster.play(Script(tokens))
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 2, **extra}
+    async with server.http.post(
+        f"{server.url}/v1/completions", json=body, headers=headers
+    ) as response:
+        assert response.status == 200
+    assert cluster.requests[0].lifecycle.spec.session == session
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_resampled_first_token_is_decodes(
     server: Server, cluster: FakeCluster, frontend: Frontend, tokens: list[int], stream: bool
