@@ -1,14 +1,14 @@
 """MemPool: the paper's memory, index and transfer API (its Table 1) over a pool of KV blocks.
 
-    alloc_mem, free_mem           blocks with an owner, who may have a lease
-    insert, match, delete         the index: tokens → blocks; active KV becomes historical KV
-    swap_out, swap_in             HBM ⇄ DRAM
+    alloc_mem, free_mem              blocks with an owner, who may have a lease
+    insert, match, delete            the index: tokens → blocks; active KV becomes historical KV
+    swap_out, swap_in                HBM ⇄ DRAM: `swapping.py`, over this
     transfer, transfer_with_insert   into another instance's pool
 
 The pool stays the only owner of block ids (`pools.py`): running requests, pins and reservations are
 references in it, historical KV is what it has published and nobody refers to. MemPool adds owners,
 so that each reference taken for MemServe has a name, can be dropped by it, and can be audited
-(`owners.py`); and the index over HBM and DRAM (`core/radix.py`), which follows the pool: what the
+(`owners.py`); and the index over HBM and DRAM (`core/radix`), which follows the pool: what the
 engine publishes, evicts and resets by itself is in the index when the pool's call returns.
 
 One block per prefix and medium: where the engine computes again what the index has, its new block
