@@ -6,6 +6,8 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.12 python3.11,$(shell \
     && echo $(python))))
 # An index to ask besides pip's own, for torch's CPU build: see requirements/cpu.lock.
 TORCH_INDEX ?=
+# Which set-up: cpu, or cuda for GPUs. `make clean` first if .venv holds the other one.
+LOCK ?= cpu
 ARGS ?=
 
 VENV := .venv
@@ -51,8 +53,8 @@ $(BIN)/python:
 	    echo "make: no Python 3.11 or 3.12 on the PATH; name one: make setup PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: requirements/cpu.lock pyproject.toml | $(BIN)/python
-	$(PIP_INSTALL) -r requirements/cpu.lock
+$(VENV)/.installed: requirements/$(LOCK).lock pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) -r requirements/$(LOCK).lock
 	$(PIP_INSTALL) --no-build-isolation -e .
 	@touch $@
 

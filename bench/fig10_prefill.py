@@ -93,7 +93,6 @@ class WithMemServe:
         self._after_step()
 
     def _follow(self) -> None:
-        self.mempool.step_ended(is_idle=not self.engine.is_busy)
         self._reports.flush()
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ from memserve.core.builtin import built_in
 from memserve.core.cost_fit import fit_operators, fit_whole_model
 from memserve.core.cost_model import CostModel
 from memserve.core.cost_samples import PrefillSample, Samples
-from memserve.core.profile import LinkFit, Profile
+from memserve.core.profile import LinkFit, ModelShape, Profile
 from memserve.profiles import device_name
 
 LENGTHS = (256, 512, 1024, 1536, 2000, 4096, 8192, 12288, 16352)
@@ -48,7 +48,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95)
 REPEATS = 3
 READY = "fig14: ready"
 DEADLINE_S = 540.0
-KV_BYTES = {"cpu": 128 << 20, "cuda": 30 << 30}
+KV_PROMPTS = 2.1
+"""Room for so many prompts of full length: the cached one, and one that is computed."""
 NO_REDUCE = LinkFit(0.0, float("inf"))
 
 
@@ -60,7 +61,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     clock: str
     is_shard: bool
-    max_model_len: int | None
+    max_model_len: int
+    kv_bytes: int
     result: str
 
 
@@ -95,12 +97,11 @@ def run_job(job: Job) -> None:
     engine: dict[str, Any] = engine_defaults(job.device) | {"dtype": "bfloat16"}
     if not list(Path(job.folder).glob("*.safetensors")):
         engine |= {"load_format": "dummy", "skip_tokenizer_init": True}
-    if job.max_model_len is not None:
-        engine["max_model_len"] = job.max_model_len
+    engine["max_model_len"] = job.max_model_len
     if job.device == "cuda":
-        engine["gpu_memory_utilization"] = 0.1  # of no effect but for a check: KV_BYTES counts
+        engine["gpu_memory_utilization"] = 0.1  # asked for at the start; kv_bytes decides
     clock = time.process_time if job.clock == "process" else time.perf_counter
-    probe = EngineProbe(job.folder, engine, KV_BYTES[job.device], clock=clock)
+    probe = EngineProbe(job.folder, engine, job.kv_bytes, clock=clock)
     probe.start()
     started = time.perf_counter()
     print(READY, flush=True)
@@ -265,6 +266,10 @@ def make_jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
             name = f"{path.name} TP=2"
             sources.append((name, write_shard(path, folder / f"{path.name}-shard"), True))
         for name, source, is_shard in sources:
+            config = json.loads((source / "config.json").read_text())
+            prompt_bytes = (
+                options.max_model_len * ModelShape.from_config(config, 2).kv_bytes_per_token
+            )
             jobs.append(
                 Job(
                     name=name,
@@ -273,6 +278,7 @@ def make_jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
                     clock=options.clock,
                     is_shard=is_shard,
                     max_model_len=options.max_model_len,
+                    kv_bytes=int(KV_PROMPTS * prompt_bytes),
                     result=str(folder / f"{len(jobs)}.json"),
                 )
             )
@@ -289,7 +295,7 @@ def main() -> None:
     arguments.add_argument("--model", action="append", required=True, type=Path, metavar="FOLDER")
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     arguments.add_argument("--clock", choices=("time", "process"), default="time")
-    arguments.add_argument("--max-model-len", type=int)
+    arguments.add_argument("--max-model-len", type=int, default=16384)
     arguments.add_argument("--shards", action="store_true", help="predict TP=2 as well")
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="memserve-fig14-") as name:
@@ -313,6 +319,7 @@ def main() -> None:
             "cached shares": SHARES,
             "repeats": REPEATS,
             "clock": options.clock,
+            "max_model_len": options.max_model_len,
         },
         metrics=metrics,
         raw={

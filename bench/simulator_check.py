@@ -4,9 +4,9 @@
 
 Starts `memserve up --mode 1P1D-CC`, on CPU with a core of its own for each instance. Single
 requests and fixed batches tell the costs of prefills, decode steps and the front end, from the
-requests' own timelines; the operators' model of `core/cost_model.py` is fitted to them. Then a load
-of sessions runs for real, and through `memserve/simulator` with these costs, and the means are
-compared. Each run has its own arrivals and texts.
+requests' own timelines, before and after every load; the operators' model of `core/cost_model.py`
+is fitted to them. Loads of sessions run for real, and through `memserve/simulator` with these
+costs, and the means are compared. Each load has its own arrivals and texts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -103,18 +102,19 @@ def main() -> None:
     with serving(flags, machine.settings) as url:
         pinned = pin_instances(url) if args.device == "cpu" else {}
         asyncio.run(_warm_up(url))
-        prefills, front_end_s = asyncio.run(measure_prefills(url, machine.prefills))
-        decodes = asyncio.run(measure_decodes(url, machine.decodes))
-        profile = fit(machine, prefills, decodes)
-        status = get(f"{url}/v1/status")
-        blocks = status["instances"][0]["stats"]["total_blocks"]
-        pairs = []
+        probes = [asyncio.run(probe(url, machine))]
+        blocks = get(f"{url}/v1/status")["instances"][0]["stats"]["total_blocks"]
+        real = []
         for seed in range(args.runs):
             calls = make_load(machine, seed)
-            answers = asyncio.run(play(url, calls))
-            simulated = simulate(machine, profile, calls, blocks, front_end_s)
-            pairs.append((answers, simulated))
-    rows = [compare(real, simulated) for real, simulated in pairs]
+            real.append((calls, asyncio.run(play(url, calls))))
+            probes.append(asyncio.run(probe(url, machine)))
+    profile = fit(machine, probes)
+    front_end_s = statistics.median(found.front_end_s for found in probes)
+    pairs = [
+        (answers, simulate(machine, profile, calls, blocks, front_end_s)) for calls, answers in real
+    ]
+    rows = [compare(answers, simulated) for answers, simulated in pairs]
     means = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
     publish(
         "simulator_check",
@@ -132,15 +132,14 @@ def main() -> None:
         metrics=means,
         raw={
             "profile": msgspec.to_builtins(profile),
-            "prefills": msgspec.to_builtins(prefills),
-            "decodes": msgspec.to_builtins(decodes),
+            "probes": msgspec.to_builtins(probes),
             "runs": rows,
             "outcomes": [
                 {
-                    "real": msgspec.to_builtins([answer.outcome for answer in real]),
+                    "real": msgspec.to_builtins([answer.outcome for answer in answers]),
                     "simulated": msgspec.to_builtins(simulated),
                 }
-                for real, simulated in pairs
+                for answers, simulated in pairs
             ],
         },
         out=args.out,
@@ -149,6 +148,20 @@ def main() -> None:
 
 
 # ── what the costs are ────────────────────────────────────────────────────────────────────────
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """What single requests and fixed batches took, at one time."""
+
+    prefills: list[PrefillSample]
+    decodes: list[DecodeSample]
+    front_end_s: float
+
+
+async def probe(url: str, machine: Machine) -> Probe:
+    """Measured before and after every load: a machine is not equally fast all the time."""
+    prefills, front_end_s = await measure_prefills(url, machine.prefills)
+    return Probe(prefills, await measure_decodes(url, machine.decodes), front_end_s)
 
 
 def _call(name: object, tokens: int, reply: int, head: tuple[Piece, ...] = ()) -> Call:
@@ -221,15 +234,15 @@ async def measure_decodes(url: str, points: Iterable[tuple[int, int]]) -> list[D
     return samples
 
 
-def fit(
-    machine: Machine, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]
-) -> Profile:
+def fit(machine: Machine, probes: Sequence[Probe]) -> Profile:
     """The built-in operators, scaled to what was measured."""
     shape = setup.MODELS.get(machine.shape)
     if shape is None:
         options = setup.Options(model=machine.shape, device=machine.name)
         shape = setup.costs(options).profile.shape
     base = built_in(shape, machine.name, model=machine.shape)
+    prefills = [sample for found in probes for sample in found.prefills]
+    decodes = [sample for found in probes for sample in found.decodes]
     step = fit_decodes(base, fit_prefills(base, prefills), decodes)
     return msgspec.structs.replace(base, step=step, source="fitted by bench/simulator_check.py")
 

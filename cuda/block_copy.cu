@@ -4,6 +4,7 @@
 #include "block_copy.h"
 
 #include "block_copy_kernels.cuh"
+#include "current_device.cuh"
 
 #include <cuda_runtime.h>
 
@@ -209,29 +210,6 @@ cudaError_t copy_by_kernel(MemserveCopy copy, int method, int max_sms, int devic
     return copy.num_blocks <= kFewBlocks ? launch_all<kFewBlocks>(copy, how)
                                          : launch_all<kManyBlocks>(copy, how);
 }
-
-// Makes `device` current, and what was current before it current again.
-class CurrentDevice {
-  public:
-    explicit CurrentDevice(int device) {
-        error_ = cudaGetDevice(&before_);
-        if (error_ == cudaSuccess && before_ != device) {
-            error_ = cudaSetDevice(device);
-            changed_ = error_ == cudaSuccess;
-        }
-    }
-    ~CurrentDevice() {
-        if (changed_) cudaSetDevice(before_);
-    }
-    CurrentDevice(const CurrentDevice &) = delete;
-    CurrentDevice &operator=(const CurrentDevice &) = delete;
-    cudaError_t error() const { return error_; }
-
-  private:
-    int before_ = 0;
-    bool changed_ = false;
-    cudaError_t error_ = cudaSuccess;
-};
 
 } // namespace
 

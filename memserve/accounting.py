@@ -10,16 +10,19 @@ from collections import Counter
 from collections.abc import KeysView, Mapping
 
 import msgspec
+import numpy as np
 
 from memserve.core.cost_model import CostModel
 from memserve.core.lifecycle import Phase, RequestLifecycle
 from memserve.core.loads import Loads, Share
+from memserve.core.pending import Pending
 from memserve.core.vocabulary import Seat
 from memserve.messages import Sent, Transmit, TransmitFailed
 from memserve.status import Counters, LinkStatus
 from memserve.types import InstanceId, RequestId, Role, TransferId
 
 _EXPECTED_TOKENS = 128
+_FIRST_PHASES = (Phase.FETCH, Phase.PREFILL)
 
 
 class _Member(msgspec.Struct, frozen=True):
@@ -50,13 +53,18 @@ class Members:
         max_running: int,
         max_queued_tokens: int,
     ) -> None:
+        self._cost = cost
         self.loads = Loads(roles, cost)
         """For the policy to read."""
+        self.pending = Pending(list(roles))
+        """Prompts that were placed, and are not computed yet."""
         self._max_running = max_running
         self._max_queued_tokens = max_queued_tokens
         self._num_open: Counter[Role] = Counter()
         self._members: dict[InstanceId, _Member] = {}
         self._charges: dict[RequestId, tuple[_Charge, ...]] = {}
+        self._alone: dict[Seat, tuple[RequestId, float]] = {}
+        """Who has had an instance for itself since when: its prefill can be timed."""
 
     @property
     def instances(self) -> KeysView[InstanceId]:
@@ -86,6 +94,7 @@ class Members:
             return False
         member = self._members.pop(seat.instance)
         self._num_open[member.role] -= self._is_open(seat.instance)
+        self._alone.pop(seat, None)
         self.loads.end(seat.instance)
         return True
 
@@ -96,6 +105,8 @@ class Members:
 
         `missing_tokens`, `prefill_s`: what its first instance has to compute, and for how long.
         """
+        if not _is_prefilling(lifecycle):
+            self.pending.remove(lifecycle.spec.id)
         before = self._charges.pop(lifecycle.spec.id, ())
         after = _charges(lifecycle, missing_tokens, prefill_s)
         if after:
@@ -104,12 +115,55 @@ class Members:
             return
         for charge in before:
             if charge.seat in self:
+                self._observe(lifecycle, charge.seat, now)
                 self.loads.remove(charge.seat.instance, charge.share, now)
                 self._reckon(charge.seat.instance)
         for charge in after:
             if charge.seat in self:
+                self._note_alone(lifecycle.spec.id, charge, now)
                 self.loads.add(charge.seat.instance, charge.share, now)
                 self._reckon(charge.seat.instance)
+
+    def _note_alone(self, request_id: RequestId, charge: _Charge, now: float) -> None:
+        is_alone = not self.loads.num_requests[self.loads.slots[charge.seat.instance]]
+        self._alone.pop(charge.seat, None)
+        if is_alone and charge.share.prefill_s:
+            self._alone[charge.seat] = request_id, now
+
+    def _observe(self, lifecycle: RequestLifecycle, seat: Seat, now: float) -> None:
+        """Tell the cost model how long a prompt took that nothing else was computed beside."""
+        request_id, since = self._alone.pop(seat, (None, 0.0))
+        plan, cached_tokens = lifecycle.plan, lifecycle.cached_tokens
+        is_told = request_id == lifecycle.spec.id and lifecycle.is_prompt_computed
+        if not is_told or plan is None or plan.fetch is not None or cached_tokens is None:
+            return
+        if lifecycle.attempt == 1:
+            num_tokens = len(lifecycle.spec.prompt_token_ids)
+            self._cost.observe(num_tokens, cached_tokens, now - since)
+
+    def check_integrity(self, lifecycles: Mapping[RequestId, RequestLifecycle]) -> None:
+        """Raises: AssertionError if the loads are not those of these requests, at their phases."""
+        assert self._charges.keys() <= lifecycles.keys()
+        loads = self.loads
+        context, requests, queued, prefills = (
+            np.zeros(len(loads.instances), np.int64) for _ in range(4)
+        )
+        for id, charges in self._charges.items():
+            assert [charge.seat for charge in charges] == _seats(lifecycles[id])
+            for charge in charges:
+                if charge.seat in self:
+                    slot = loads.slots[charge.seat.instance]
+                    requests[slot] += 1
+                    context[slot] += charge.share.context_tokens
+                    queued[slot] += charge.share.queued_tokens
+                    prefills[slot] += charge.share.prefill_s > 0
+        assert not any(
+            _seats(lifecycle) for id, lifecycle in lifecycles.items() if id not in self._charges
+        )
+        assert (requests == loads.num_requests).all() and (context == loads.context_tokens).all()
+        assert (queued == loads.queued_tokens).all() and (prefills == loads.num_prefills).all()
+        num_open = Counter(m.role for id, m in self._members.items() if self._is_open(id))
+        assert +self._num_open == num_open
 
     def _is_open(self, instance: InstanceId) -> bool:
         return bool(self.loads.is_open[self.loads.slots[instance]])
@@ -125,6 +179,12 @@ class Members:
         self.loads.is_open[slot] = is_open
 
 
+def _is_prefilling(lifecycle: RequestLifecycle) -> bool:
+    """Whether its prompt is still to be computed, and wanted."""
+    is_first = lifecycle.phase in _FIRST_PHASES
+    return is_first and not lifecycle.is_prompt_computed and not lifecycle.is_client_done
+
+
 def _charges(
     lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float
 ) -> tuple[_Charge, ...]:
@@ -134,10 +194,22 @@ def _charges(
     context_tokens = len(lifecycle.spec.prompt_token_ids)
     running = Share(context_tokens)
     prefilling = Share(context_tokens, prefill_s, missing_tokens)
-    if lifecycle.phase not in (Phase.FETCH, Phase.PREFILL):
+    if lifecycle.phase not in _FIRST_PHASES:
         return (_Charge(plan.decode or plan.first, running),)
-    first = _Charge(plan.first, running if lifecycle.is_prompt_computed else prefilling)
+    first = _Charge(plan.first, prefilling if _is_prefilling(lifecycle) else running)
     return (first,) if plan.decode is None else (first, _Charge(plan.decode, running))
+
+
+def _seats(lifecycle: RequestLifecycle) -> list[Seat]:
+    """Where a request is something to do, now or next."""
+    plan = lifecycle.plan
+    if plan is None or lifecycle.is_client_done:
+        return []
+    if plan.decode is None:
+        return [plan.first]
+    if lifecycle.phase in (Phase.FETCH, Phase.PREFILL):
+        return [plan.first, plan.decode]
+    return [plan.decode]
 
 
 class _LinkTotals(msgspec.Struct):

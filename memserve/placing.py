@@ -8,14 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from memserve.accounting import Members
 from memserve.active import Active
+from memserve.caches import Freshness
 from memserve.core.cost_model import CostModel
-from memserve.core.policy import Demand, Placement, Policy, Split, can_place, session_key
+from memserve.core.policies import PolicyName, make_policy
+from memserve.core.policy import (
+    Demand,
+    Fetching,
+    Placement,
+    Split,
+    can_place,
+    session_key,
+    with_fetch,
+)
 from memserve.core.tokens import TOKEN_BYTES
 from memserve.core.tree_parts import Match
 from memserve.core.vocabulary import Fetch, Plan
 from memserve.types import Caching, InstanceId, Role
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True):
+    """The scheduler's part of the configuration."""
+
+    caching: Caching
+    max_attempts: int
+    max_waiting: int
+    wait_timeout_s: float
+    max_running: int
+    max_queued_tokens: int
+    timeline_requests: int
+    freshness: Freshness
+    tree_ttl_s: float
+    tree_max_blocks: int
+    reservation_s: float
+    policy: PolicyName
+    split: Split
+    fetching: Fetching
+    link: str
+    """The kind of the links between instances, as the cost model calls it."""
 
 
 class Placer:
@@ -23,16 +56,15 @@ class Placer:
 
     def __init__(
         self,
-        policy: Policy,
-        split: Split,
-        caching: Caching,
+        settings: SchedulerSettings,
         cost: CostModel,
         roles: Mapping[InstanceId, Role],
         members: Members,
     ) -> None:
-        self._policy = policy
-        self._split = split
-        self._caching = caching
+        self._policy = make_policy(settings.policy, settings.split, cost, settings.link)
+        self._split = settings.split
+        self._fetching = settings.fetching
+        self._caching = settings.caching
         self._cost = cost
         self._roles = roles
         self._members = members
@@ -50,6 +82,7 @@ class Placer:
     ) -> Plan:
         """The plan for a request; there must be room. Notes it and its work in `active`."""
         spec, num_tokens = active.lifecycle.spec, active.num_tokens
+        path, pending = active.path(block_size), self._members.pending
         demand = Demand(
             num_tokens=num_tokens,
             cached_tokens=match.cached_tokens,
@@ -57,14 +90,20 @@ class Placer:
             expected_tokens=min(active.lifecycle.remaining_tokens, mean_generated),
             session=session_key(spec.session, active.packed, block_size * TOKEN_BYTES),
             now=now,
-            may_fetch=self._caching.prefill_keeps,
+            coming_tokens=pending.match(path) if self._caching.prefill_keeps else None,
+            may_fetch=self._caching.prefill_keeps and self._fetching is not Fetching.NEVER,
             block_size=block_size,
         )
         placement = self._policy.place(demand, self._members.loads)
+        if demand.may_fetch and self._fetching is Fetching.ALWAYS:
+            placement = with_fetch(placement, demand, self._members.loads)
         active.missing_tokens = num_tokens - placement.cached_tokens
         active.prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
         active.timeline.note("placed", now, placement.first, placement.reason)
-        return self._plan(placement)
+        plan = self._plan(placement)
+        if not plan.first_is_private:
+            pending.add(spec.id, placement.first, path)
+        return plan
 
     def _plan(self, placement: Placement) -> Plan:
         caching = self._caching

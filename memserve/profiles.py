@@ -138,7 +138,7 @@ def in_force(key: ProfileKey, config_file: Path | None, root: Path | None = None
 
 def _shape_of(config_file: Path) -> ModelShape | None:
     try:
-        config: dict[str, Any] = msgspec.json.decode(config_file.read_bytes())
+        config = msgspec.json.decode(config_file.read_bytes(), type=dict[str, Any])
         return ModelShape.from_config(config)
     except (OSError, msgspec.DecodeError, ValueError):  # the engine will say what is wrong with it
         return None

@@ -19,17 +19,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
-import msgspec
-
 from memserve.accounting import Members, Totals, Traffic
 from memserve.active import Active, request_of
-from memserve.caches import Caches, Freshness
+from memserve.caches import Caches
 from memserve.core.admission import AdmissionQueue
 from memserve.core.cost_model import CostModel
 from memserve.core.delivery import Delivery
 from memserve.core.lifecycle import Phase, RequestLifecycle
-from memserve.core.policies import PolicyName, make_policy
-from memserve.core.policy import Split
 from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
 from memserve.core.tokens import pack
 from memserve.core.vocabulary import (
@@ -63,31 +59,13 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.placing import Placer
+from memserve.placing import Placer, SchedulerSettings
 from memserve.status import Counters, LinkStatus
-from memserve.types import Caching, InstanceId, RequestId, Role
+from memserve.types import InstanceId, RequestId, Role
+
+__all__ = ["GlobalScheduler", "SchedulerSettings"]
 
 logger = logging.getLogger(__name__)
-
-
-class SchedulerSettings(msgspec.Struct, frozen=True):
-    """The scheduler's part of the configuration."""
-
-    caching: Caching
-    max_attempts: int
-    max_waiting: int
-    wait_timeout_s: float
-    max_running: int
-    max_queued_tokens: int
-    timeline_requests: int
-    freshness: Freshness
-    tree_ttl_s: float
-    tree_max_blocks: int
-    reservation_s: float
-    policy: PolicyName
-    split: Split
-    link: str
-    """The kind of the links between instances, as the cost model calls it."""
 
 
 class GlobalScheduler:
@@ -108,14 +86,7 @@ class GlobalScheduler:
         self._sink: OutputSink | None = None
         self._cost = cost
         self._members = Members(self._roles, cost, settings.max_running, settings.max_queued_tokens)
-        self._placer = Placer(
-            make_policy(settings.policy, settings.split, cost, settings.link),
-            settings.split,
-            settings.caching,
-            cost,
-            self._roles,
-            self._members,
-        )
+        self._placer = Placer(settings, cost, self._roles, self._members)
         self._hopeless: set[InstanceId] = set()
         self._caches: Caches | None = None
         self._limits: Limits | None = None
@@ -314,6 +285,17 @@ class GlobalScheduler:
         """Traffic of the links in `kinds` ((source, target) → kind)."""
         return self._traffic.statuses(kinds)
 
+    def check_integrity(self) -> None:
+        """Raises: AssertionError if the books, the queue and the requests contradict each other."""
+        self._queue.check_integrity()
+        unplaced = {
+            id for id, active in self._requests.items() if active.lifecycle.phase is Phase.UNPLACED
+        }
+        assert unplaced == set(self._queue.waiting())
+        assert not (self._queue and self._placer.has_room()), "somebody waits though there is room"
+        assert self.idle.is_set() == (not self._requests)
+        self._members.check_integrity({id: a.lifecycle for id, a in self._requests.items()})
+
     # ── placing ───────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
@@ -368,6 +350,7 @@ class GlobalScheduler:
         if delivery.tokens and token_ids:
             active.timeline.note_tokens(len(token_ids), now, instance)
             self._totals.generated_tokens += len(token_ids)
+            self._queue.charge(active.lifecycle.spec.client, len(token_ids))
         if delivery.final:
             self._finish(active)
 
@@ -398,9 +381,7 @@ class GlobalScheduler:
                     self._queue.push_returned(active.ticket(deadline))
                 case Ended():
                     active.timeline.note("released", now)
-                    spec = active.lifecycle.spec
-                    self._queue.charge(spec.client, len(active.lifecycle.generated))
-                    del self._requests[spec.id]
+                    del self._requests[active.lifecycle.spec.id]
                     if not self._requests:
                         self.idle.set()
                 case Deliver():

@@ -22,6 +22,8 @@ WIDE = 110
 
 _ACTIVE, _HISTORICAL, _FREE = ("█", "green"), ("▒", "yellow"), ("·", "dim")
 _ROLES = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.COLOCATED: "colocated"}
+_DRAM_COLUMNS = ("DRAM", "of", "out", "in")
+"""Slots in use and all slots, blocks swapped out and in; shown where an instance has a tier."""
 _STALE_S = 5.0
 """Heartbeats are older than this only when something is wrong or the engine is in a long step."""
 
@@ -103,9 +105,11 @@ def instance_table(snapshot: Snapshot, width: int, max_rows: int) -> RenderableT
         _right(table, "life", "restarts")
     table.add_column("blocks")  # the one column that gives way where the terminal is narrow
     _right(table, *(["active", "historical"] if is_wide else []), "free", "of")
+    has_dram = any(i.stats is not None and i.stats.dram_blocks for i in snapshot.instances)
+    _right(table, *(_DRAM_COLUMNS if is_wide and has_dram else []))
     _right(table, "queue", "run", "wait", "hits", "beat")
     for instance in snapshot.instances[:max_rows]:
-        table.add_row(*_instance_row(instance, is_wide))
+        table.add_row(*_instance_row(instance, is_wide, has_dram=has_dram))
     return _cut(table, len(snapshot.instances), max_rows, "instances")
 
 
@@ -209,7 +213,9 @@ def audit_lines(reports: Sequence[AuditReport]) -> list[Text]:
     return lines
 
 
-def _instance_row(instance: InstanceStatus, is_wide: bool) -> list[RenderableType]:
+def _instance_row(
+    instance: InstanceStatus, is_wide: bool, *, has_dram: bool
+) -> list[RenderableType]:
     mark, style = MARKS[instance.state]
     row: list[RenderableType] = [Text(instance.id, "bold")]
     if is_wide:
@@ -220,13 +226,18 @@ def _instance_row(instance: InstanceStatus, is_wide: bool) -> list[RenderableTyp
         row += [str(instance.epoch), restarts]
     stats = instance.stats
     queue = format_count(instance.queued_tokens)
+    num_dram = len(_DRAM_COLUMNS) if is_wide and has_dram else 0
     if stats is None:
-        blanks = ["–"] * (4 if is_wide else 2)
+        blanks = ["–"] * ((4 if is_wide else 2) + num_dram)
         return [*row, Text("–", DIM), *blanks, queue, "–", "–", "–", "–"]
     row.append(BlockBar(stats))
     if is_wide:
         row += [format_count(stats.active_blocks), format_count(stats.historical_blocks)]
-    row += [format_count(stats.free_blocks), format_count(stats.total_blocks), queue]
+    row += [format_count(stats.free_blocks), format_count(stats.total_blocks)]
+    dram = (stats.dram_used_blocks, stats.dram_blocks)
+    swapped = (stats.swapped_out_blocks, stats.swapped_in_blocks)
+    row += [format_count(count) for count in (*dram, *swapped)][:num_dram]
+    row.append(queue)
     row += [format_count(stats.running_requests), format_count(stats.waiting_requests)]
     row.append(format_ratio(stats.prefix_hit_tokens, stats.prefix_query_tokens))
     age_s = instance.stats_age_s

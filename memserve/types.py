@@ -126,6 +126,8 @@ class Geometry(msgspec.Struct, frozen=True):
     page_bytes: int
     block_stride: int
     layer_offsets: tuple[int, ...]
+    page_order: str = "HNC"
+    """What is outermost in a page: `HNC` heads, `NHC` tokens (see `ops/views.PageOrder`)."""
     tp_rank: int = 0
     tp_size: int = 1
 

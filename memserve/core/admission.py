@@ -86,12 +86,10 @@ class AdmissionQueue:
         else:
             priority = min(self._lines)
             lines = self._lines[priority]
-            client = min(lines, key=self._given.__getitem__)  # of equals, who waits for longest
+            client = min(lines, key=self._given.__getitem__)
             ticket = lines[client][0]
             self._level = max(self._level, self._given[client])
             self._leave_line(ticket)
-            if client in lines:  # behind the others who were given as much
-                lines[client] = lines.pop(client)
             self.charge(client, ticket.num_tokens)
         del self._tickets[ticket.id]
         return ticket

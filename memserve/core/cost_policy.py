@@ -1,6 +1,7 @@
 """Placement by time: the least that a request adds to what everybody waits for. Section 6.
 
-For an instance p that computes a prompt of x tokens, of which y are cached there, the paper's
+For an instance p that computes a prompt of x tokens, of which y are cached there (or will be, once
+p has worked off its queue), the paper's
 
     queue(p) + exec(x, y)                              queue(p) = Σ exec of what is placed there
 
@@ -111,7 +112,7 @@ class CostPolicy:
     # ── computing the prompt ──────────────────────────────────────────────────────────────────
 
     def _firsts(self, demand: Demand, loads: Loads) -> _Firsts:
-        cached = demand.reusable()
+        cached = demand.found()
         queue_s = loads.queue_s(demand.now)
         exec_s = self._exec_s(demand, cached)
         chunk_s = np.minimum(queue_s, self._cost.exec_s(self._chunk_tokens))
@@ -128,7 +129,7 @@ class CostPolicy:
             source=np.zeros(count, np.int64),
         )
         if demand.may_fetch:
-            usable = np.where(loads.is_ready, cached, 0)
+            usable = np.where(loads.is_ready, demand.reusable(), 0)
             if demand.dram_tokens.any():  # what a source holds in DRAM it cannot send
                 usable = np.maximum(usable - demand.dram_tokens, 0)
             for source in self._sources(usable, loads):

@@ -12,24 +12,29 @@ Policies, chosen by `[scheduler] policy`:
     least_loaded  the least work
     round_robin   one after the other
 
-The last four are there to be compared with; none of them fetches. How requests may run, by
-`[scheduler] split`: a colocated instance runs requests whole, always. A decode instance is as
-complete an engine, and may run a request whole too: `always` split none does, `never` split all do,
-`auto` leaves it to the policy (only `cost` can tell, and only with a calibrated profile: a guess
-that is right within a factor of two cannot; else it is the same as `always`).
+The last four are there to be compared with, and do not fetch by themselves.
+
+Whether KV that another instance holds is fetched, by `[scheduler] fetch`: `auto` leaves it to the
+policy, `always` lets the chosen instance fetch whatever another one holds and it lacks, `never`
+lets it compute that.
+
+Whether a request runs whole, by `[scheduler] split`: on a colocated instance, always. A decode
+instance is as complete an engine, and may run a request whole too: `always` splits all, `never`
+splits none, `auto` leaves it to the policy (only `cost` can tell, and only with a calibrated
+profile: a guess that is right within a factor of two cannot; else it is the same as `always`).
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from memserve.core.loads import Bools, Loads
+from memserve.core.loads import Bools, Counts, Loads
 from memserve.core.timeline import Detail
 from memserve.errors import UnavailableError
 from memserve.types import InstanceId, Role
@@ -39,6 +44,14 @@ _SESSION_BLOCKS = 8
 
 class Split(enum.Enum):
     """Whether decode instances run requests whole; see the module."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Fetching(enum.Enum):
+    """Whether KV is fetched from other instances before a prefill; see the module."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -58,16 +71,26 @@ class Demand(msgspec.Struct, frozen=True):
     session: str
     """Equal for the requests of one conversation."""
     now: float
+    coming_tokens: Counts | None = None
+    """[instances] Leading tokens that each will hold when it comes to this request: others, before
+    it in the queue, begin with them. None: nowhere any."""
     may_fetch: bool = True
     block_size: int = 1
 
-    def reusable(self) -> npt.NDArray[np.int64]:
+    def reusable(self) -> Counts:
         """[instances] Cached tokens that save something: the last token is always computed."""
+        return self._useful(self.cached_tokens)
+
+    def found(self) -> Counts:
+        """[instances] What each will find of them, when it comes to this request."""
+        if self.coming_tokens is None:
+            return self.reusable()
+        return self._useful(np.maximum(self.cached_tokens, self.coming_tokens))
+
+    def _useful(self, tokens: npt.NDArray[Any]) -> Counts:
         most = (self.num_tokens - 1) // self.block_size * self.block_size
-        reusable: npt.NDArray[np.int64] = np.minimum(self.cached_tokens, max(most, 0)).astype(
-            np.int64
-        )
-        return reusable
+        useful: Counts = np.minimum(tokens, max(most, 0)).astype(np.int64)
+        return useful
 
 
 class FetchChoice(msgspec.Struct, frozen=True):
@@ -87,6 +110,21 @@ class Placement(msgspec.Struct, frozen=True):
     """That `first` will have of the prompt when it computes the rest."""
     reason: Detail
     """Why: the policy, and the candidates with their terms (seconds, tokens)."""
+
+
+def with_fetch(placement: Placement, demand: Demand, loads: Loads) -> Placement:
+    """The same, fetching all that another ready instance holds in HBM and the first one lacks."""
+    reusable = demand.reusable()
+    usable = np.where(loads.is_ready, np.maximum(reusable - demand.dram_tokens, 0), 0)
+    source = int(usable.argmax())
+    if usable[source] <= demand.found()[loads.slots[placement.first]]:
+        return placement
+    num_tokens = int(usable[source])
+    return msgspec.structs.replace(
+        placement,
+        fetch=FetchChoice(loads.instances[source], num_tokens),
+        cached_tokens=num_tokens,
+    )
 
 
 class Policy(Protocol):

@@ -48,7 +48,7 @@ class RankingPolicy:
             first=loads.instances[first],
             decode=None if decode is None else loads.instances[decode],
             fetch=None,
-            cached_tokens=int(demand.reusable()[first]),
+            cached_tokens=int(demand.found()[first]),
             reason={
                 "policy": self.name,
                 "tokens": demand.num_tokens,

@@ -4,8 +4,8 @@ The library is built when it is first asked for and kept in the user's cache fol
 that depends on everything that went into it: sources, compiler, flags and architecture. So nothing
 is compiled at installation, and a changed source can never meet an old library.
 
-Collaborators: `blocks.py` describes copies and checks them; `cuda/block_copy.h` is the interface
-that the structures below mirror.
+Collaborators: `blocks.py` describes copies and checks them; `device_memory.py` has the rest of the
+library; `cuda/block_copy.h` is the interface that the structures below mirror.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from memserve.errors import StartError, TransferError
 
 SOURCE_DIR = Path(__file__).resolve().parents[2] / "cuda"
-LIBRARY_SOURCES = ("block_copy.cu",)
+LIBRARY_SOURCES = ("block_copy.cu", "device_memory.cu")
 CHECK_SOURCES = ("block_copy.cu", "block_copy_check.cu")
 USUAL_NVCC = Path("/usr/local/cuda/bin/nvcc")
 

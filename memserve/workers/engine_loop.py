@@ -49,7 +49,8 @@ from memserve.messages import (
     TransmitFailed,
 )
 from memserve.types import BlockId, InstanceId, Namespace, RequestId, TransferId
-from memserve.workers.compat import Engine, EngineCodec, complete_tokens, namespace_of
+from memserve.workers.compat import Engine, EngineCodec, complete_tokens
+from memserve.workers.engine_pool import namespace_of
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.mempool import MemPool
 from memserve.workers.records import Record, Records
@@ -157,7 +158,6 @@ class EngineLoop:
 
     def _step(self) -> None:
         outputs, has_run = self._engine.step()
-        self._mempool.step_ended(is_idle=not self._engine.is_busy)
         if outputs is not None and outputs.outputs:
             self._send_tokens(outputs)
         self._report_ended()

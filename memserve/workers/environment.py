@@ -17,6 +17,10 @@ def set_engine_environment(
     environment["VLLM_NO_USAGE_STATS"] = "1"
     environment["VLLM_HOST_IP"] = "127.0.0.1"
     environment["VLLM_LOGGING_LEVEL"] = log_level.upper()
+    # torch would initialise CUDA to count GPUs, and no fork of such a process can use them.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # GPUs are numbered as the driver and nvidia-smi number them.
+    environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     # Instances share the cores: binding would put every instance's threads onto the same ones.
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))

@@ -9,13 +9,15 @@ Exit codes: 0 told to stop, 1 a fault in the running engine, 2 the engine could 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import signal
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 import pydantic
@@ -23,24 +25,21 @@ import torch
 from vllm.platforms import current_platform
 
 from memserve.core.cost_model import CostModel
-from memserve.errors import MemServeError, StartError, TransferError
-from memserve.messages import PROTOCOL_VERSION, PeerJoined, Ready, StartFailed
+from memserve.errors import MemServeError, StartError
+from memserve.messages import PROTOCOL_VERSION, Ready, StartFailed
 from memserve.types import Geometry
 from memserve.workers.compat import (
     Engine,
     geometry_of,
     make_config,
     place_kv_cache,
-    whole_buffer,
 )
 from memserve.workers.engine_loop import EngineLoop
 from memserve.workers.engine_pool import EnginePool
 from memserve.workers.environment import set_engine_environment
 from memserve.workers.index_reports import IndexReports
-from memserve.workers.kvbuffer import KvBuffer
-from memserve.workers.links.base import Link
-from memserve.workers.links.shm import KIND as SHM
-from memserve.workers.links.shm import open_shm
+from memserve.workers.kv_memory import KvMemory, kv_memory
+from memserve.workers.links.choice import LinkChoice
 from memserve.workers.mempool import MemPool
 from memserve.workers.port import Port
 from memserve.workers.spec import WorkerSpec
@@ -102,8 +101,10 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec, port: Port) -> None:
         """Load the model. Raises: ConfigError, StartError; what vLLM raises."""
+        _require_device(spec.device)
         self._port = port
-        host = _Host(spec.model)
+        self._memory = kv_memory(spec.device)
+        host = _Host(spec.model, self._memory)
         started_at = time.monotonic()
         config = make_config(
             spec.model,
@@ -114,14 +115,15 @@ class Worker:
             host=host,
         )
         configured_at = time.monotonic()
-        self._engine = Engine(config, spec.loras)
+        with _turn_on_gpu(spec.gpu_lock):
+            turned_at = time.monotonic()
+            self._engine = Engine(config, spec.loras)
         built_at = time.monotonic()
         geometry = host.geometry
         if geometry is None:
             raise StartError(f"{spec.model} has no KV cache")
         if spec.layout == "block_first" and not geometry.is_aggregated:
             raise StartError("mempool.layout: the attention backend cannot do block_first")
-        self._buffer = host.buffer
         mempool = MemPool(
             EnginePool(self._engine.block_pool, self._engine.hash_request),
             self._engine.block_size,
@@ -132,13 +134,12 @@ class Worker:
         self._transfers = Transfers(
             mempool,
             geometry,
-            self._open_link,
+            LinkChoice(self._memory.openers(geometry), spec.link),
             spec.instance,
             spec.epoch,
             reports.send,
         )
-        self._swaps = self._make_swaps(spec, geometry, host.memory, mempool)
-        self._geometry = geometry
+        self._swaps = self._make_swaps(spec, geometry, mempool)
         self.loop = EngineLoop(
             spec.instance,
             spec.epoch,
@@ -158,12 +159,13 @@ class Worker:
                 epoch=spec.epoch,
                 protocol=PROTOCOL_VERSION,
                 geometry=geometry,
-                addresses={} if self._buffer is None else {SHM: self._buffer.address},
+                addresses=self._memory.addresses,
                 max_model_len=self._engine.max_model_len,
                 stats=self.loop.stats(),
                 startup_s={
                     "config": configured_at - started_at,
-                    "model": host.asked_for_memory_at - configured_at,
+                    **({"turn": turned_at - configured_at} if spec.gpu_lock else {}),
+                    "model": host.asked_for_memory_at - turned_at,
                     "kv cache": built_at - host.asked_for_memory_at,
                 },
             )
@@ -175,15 +177,14 @@ class Worker:
         self._transfers.close()
         self._swaps.close()
         self._engine.shutdown()
-        if self._buffer is not None:
-            self._buffer.close()
+        self._memory.close()
         self._port.close()
 
-    def _make_swaps(
-        self, spec: WorkerSpec, geometry: Geometry, hbm: torch.Tensor, mempool: MemPool
-    ) -> Swaps:
+    def _make_swaps(self, spec: WorkerSpec, geometry: Geometry, mempool: MemPool) -> Swaps:
         if not spec.dram_bytes:
             return NoSwaps()
+        hbm = self._memory.tensor
+        assert hbm is not None  # the geometry comes from it
         return make_swaps(
             mempool,
             geometry,
@@ -194,12 +195,6 @@ class Worker:
             clock=time.monotonic,
         )
 
-    def _open_link(self, peer: PeerJoined) -> Link:
-        """See `links.base.LinkOpener`."""
-        if self._buffer is None:
-            raise TransferError(f"no link to {peer.peer}: the KV cache is not in shared memory")
-        return open_shm(self._buffer, self._geometry, peer)
-
 
 class _Host:
     """What the connector finds in the engine's configuration (`connector.ConnectorHost`).
@@ -207,32 +202,23 @@ class _Host:
     It exists before the engine does, and passes the running engine's hooks on to the loop.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, memory: KvMemory) -> None:
         self._model = model
+        self._memory = memory
         self.loop: EngineLoop | None = None
-        self.buffer: KvBuffer | None = None
         self.geometry: Geometry | None = None
-        self.memory = torch.empty(0, dtype=torch.int8)
-        """The KV cache's one buffer."""
         self.asked_for_memory_at = time.monotonic()
 
     def kv_cache_memory(self) -> AbstractContextManager[None] | None:
         self.asked_for_memory_at = time.monotonic()
-        return place_kv_cache(self._make_buffer) if current_platform.is_cpu() else None
-
-    def _make_buffer(self, size_bytes: int) -> torch.Tensor:
-        if self.buffer is not None:
-            raise StartError("the KV cache consists of several buffers; supported: one")
-        self.buffer = KvBuffer.create(size_bytes)
-        return self.buffer.tensor
+        return place_kv_cache(self._memory.make)
 
     def on_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_size: int) -> None:
         self.geometry = geometry_of(self._model, block_size, kv_caches)
-        self.memory = whole_buffer(next(iter(kv_caches.values())))
-        if self.buffer is not None:
-            memory = next(iter(kv_caches.values())).untyped_storage()
-            if memory.data_ptr() != self.buffer.tensor.data_ptr():
-                raise StartError("vLLM did not take the KV cache's memory from the shared buffer")
+        buffer = self._memory.tensor
+        memory = next(iter(kv_caches.values())).untyped_storage()
+        if buffer is None or memory.data_ptr() != buffer.data_ptr():
+            raise StartError("vLLM did not take the KV cache's memory from the shared buffer")
 
     def on_scheduled(self, request_id: str, cached_tokens: int) -> None:
         if self.loop is not None:
@@ -273,12 +259,41 @@ def _set_up_process(spec: WorkerSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the orchestrator ends its workers, in order
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     set_engine_environment(os.environ, num_threads=spec.num_threads, log_level=spec.log_level)
+    if spec.visible_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_gpus)
     os.environ["TMPDIR"] = tempfile.tempdir = spec.run_dir
     torch.set_num_threads(spec.num_threads)
     level = spec.log_level.upper()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=_LOG_FORMAT, force=True)
     logging.getLogger("memserve").setLevel(level)
     logging.getLogger("vllm").setLevel(level)
+
+
+def _require_device(device: str) -> None:
+    """Raises: StartError if vLLM would run elsewhere, or CUDA cannot be used in a fork."""
+    found = "cpu" if current_platform.is_cpu() else current_platform.device_type
+    if found != device:
+        raise StartError(f"cluster.device is {device}, but the installed vLLM finds {found!r}")
+    if device == "cuda" and torch.cuda._is_in_bad_fork():
+        raise StartError("an import has initialised CUDA in the zygote: no worker can use it now")
+
+
+@contextmanager
+def _turn_on_gpu(path: str) -> Iterator[None]:
+    """Keep others out that would build an engine on the same GPU; `path` is empty if nobody shares
+    it.
+
+    vLLM sizes its KV cache by what is free on the whole GPU before and after a trial run: another
+    engine must not grow or shrink meanwhile. Waits for as long as the cluster manager lets it: that
+    one ends workers which are not ready in time. The kernel lets go of the lock of a process that
+    dies.
+    """
+    if not path:
+        yield
+        return
+    with open(path, "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class _WakeUp:

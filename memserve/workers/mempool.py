@@ -13,7 +13,8 @@ engine publishes, evicts and resets by itself is in the index when the pool's ca
 
 One block per prefix and medium: where the engine computes again what the index has, its new block
 is retracted, and used by its own request alone. A block that leaves the index takes along what lies
-below it, in the pool as well: nobody could find it any more.
+below it, in the pool as well: nobody could find it any more. The engine publishes a block when it
+schedules the tokens; whoever reads KV elsewhere waits for the steps in flight (`Engine.fence`).
 
 Collaborators: `transfer.py` moves KV between two pools; `engine_loop.py` and `connector.py` call
 between and inside the engine's steps; `dram.py` holds the slots. All in one thread, without locks.
@@ -25,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -35,18 +35,11 @@ from memserve.core.tokens import Path, pack
 from memserve.errors import OutOfBlocksError
 from memserve.types import BlockId, Medium, Namespace, SlotId
 from memserve.workers.owners import Owners
-from memserve.workers.pools import BlockCounts, Pool, RunningRequest
+from memserve.workers.pools import BlockCounts, Peer, Pool, RunningRequest, SlotOwner
 
+_NO_NAMESPACE = Namespace()
 PRIVATE_SALT = "memserve/private\0"
 """Beginning of the cache salt under which KV serves one request alone (see `transfer.py`)."""
-
-
-class SlotOwner(Protocol):
-    """Who has the memory of the DRAM medium."""
-
-    def free_slots(self, slot_ids: Sequence[SlotId]) -> None:
-        """The index does not know these slots any more."""
-        ...
 
 
 def is_private(namespace: Namespace) -> bool:
@@ -86,10 +79,6 @@ class MemPool:
         self._owners = Owners(clock)
         self._places: dict[str, _Place] = {}
         """Running request → its end in the index."""
-        self._scheduled: set[BlockId] = set()
-        """Published in the present step."""
-        self._unwritten: set[BlockId] = set()
-        """Published in the step before, which may still be running."""
         self._slots: SlotOwner | None = None
         pool.observe(self)
 
@@ -175,7 +164,7 @@ class MemPool:
 
     # ── index ─────────────────────────────────────────────────────────────────────────────────
 
-    def path(self, token_ids: Sequence[int], namespace: Namespace = Namespace()) -> Path:  # noqa: B008
+    def path(self, token_ids: Sequence[int], namespace: Namespace = _NO_NAMESPACE) -> Path:
         """The key of these tokens, for the calls that end in `_path`. Packed once, used often.
 
         An empty salt is none, as in vLLM.
@@ -187,7 +176,7 @@ class MemPool:
     def match(
         self,
         token_ids: Sequence[int],
-        namespace: Namespace = Namespace(),  # noqa: B008
+        namespace: Namespace = _NO_NAMESPACE,
     ) -> list[BlockId]:
         """The blocks of the longest prefix that is in HBM. Does not mutate: pin to keep them."""
         return self.match_path(self.path(token_ids, namespace))
@@ -205,14 +194,14 @@ class MemPool:
         token_ids: Sequence[int],
         block_ids: Sequence[BlockId],
         owner: str,
-        namespace: Namespace = Namespace(),  # noqa: B008
+        namespace: Namespace = _NO_NAMESPACE,
     ) -> list[BlockId]:
         """Index the full blocks of these tokens, whose KV the owner's `block_ids` hold.
 
         The owner keeps its references, but where an equal block was indexed meanwhile it gets a
         reference to that one, and its own block is freed. Returns the blocks it now holds.
-        Raises: ValueError unless there is one block for each full block of the tokens; KeyError if
-        the owner does not hold them.
+        Raises: ValueError unless there is one block for each full block of the tokens, if one is
+        indexed for other tokens, and in quarantine; KeyError if the owner does not hold them.
         """
         return self.insert_path(self.path(token_ids, namespace), block_ids, owner)
 
@@ -220,6 +209,7 @@ class MemPool:
         """As `insert`."""
         if len(block_ids) != path.num_blocks:
             raise ValueError(f"{len(block_ids)} blocks for a prefix of {path.num_blocks}")
+        self._owners.require_free(owner)
         self._owners.require(owner, block_ids)
         held = list(block_ids)
         for index, place in self.index.insert(path, held).duplicates:
@@ -234,7 +224,7 @@ class MemPool:
     def delete(
         self,
         token_ids: Sequence[int],
-        namespace: Namespace = Namespace(),  # noqa: B008
+        namespace: Namespace = _NO_NAMESPACE,
     ) -> int:
         """Forget the KV of these tokens, and of all that continues them, in every medium.
 
@@ -285,30 +275,36 @@ class MemPool:
         """The engine's request fills no more blocks."""
         self._places.pop(request_id, None)
 
-    # ── what is being computed ────────────────────────────────────────────────────────────────
+    # ── transfers (without a cluster; workers: `transfer.py`) ─────────────────────────────────
 
-    def step_ended(self, *, is_idle: bool) -> None:
-        """The engine has returned from a step; unless `is_idle`, the next one may run already.
+    def transfer(
+        self, peer: Peer, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]
+    ) -> int:
+        """Copy blocks into blocks that the peer has allocated; returns the bytes written.
 
-        The engine publishes a block when it schedules its tokens, before their KV is written.
+        The caller holds the sources. Raises: TransferError.
         """
-        self._unwritten = set() if is_idle else self._scheduled
-        self._scheduled = set()
+        return peer.write(source_ids, target_ids)
 
-    def num_written(self, block_ids: Sequence[BlockId]) -> int:
-        """How many of these, from the first one on, hold complete KV that may be read elsewhere.
+    def transfer_with_insert(
+        self,
+        peer: Peer,
+        token_ids: Sequence[int],
+        block_ids: Sequence[BlockId],
+        namespace: Namespace = _NO_NAMESPACE,
+    ) -> int:
+        """Give the peer the KV of these tokens' full blocks, which `block_ids` hold here.
 
-        The engine itself may use them all: it computes in order.
+        Only what the peer lacks is written; then it has all of it as history. Returns how many
+        blocks were written. The caller holds the sources. Raises: see `Peer`.
         """
-        young = self._unwritten | self._scheduled
-        return next((i for i, b in enumerate(block_ids) if b in young), len(block_ids))
+        return peer.write_with_insert(token_ids, block_ids, namespace)
 
     # ── PoolObserver ──────────────────────────────────────────────────────────────────────────
 
     def on_cached(self, request: RunningRequest, first_block: int, end_block: int) -> None:
         """See `PoolObserver`. Costs O(new blocks), save where the request's place was lost."""
         own_ids = request.block_ids(first_block, end_block)
-        self._scheduled.update(own_ids)
         insertion = self._extend(request, first_block, end_block, own_ids)
         if insertion is None:
             first_block, own_ids = 0, request.block_ids(0, end_block)

@@ -1,10 +1,11 @@
-"""Owners of block ids: what MemPool asks of one, and the one that is there without an engine.
+"""What MemPool stands on: a pool that owns block ids, an owner of slots, peers; and a plain pool.
 
 A pool counts references. A block without any is free, or history if it is published: still there
 for whoever asks for its tokens, until its memory is needed. Which tokens a block holds, the pool
 does not know: `mempool.py` keeps the index, and pools report what happens to published blocks.
 
-Collaborators: `mempool.py` calls; `engine_pool.py` is the other pool, over vLLM's. No engine here.
+Collaborators: `mempool.py` calls; `engine_pool.py` is the other pool, over vLLM's; `dram.py` owns
+slots; `peers.py` has a peer. `PlainPool` needs no engine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from memserve.core.tokens import Path
-from memserve.types import BlockId, Namespace
+from memserve.types import BlockId, Namespace, SlotId
 
 
 class BlockCounts(msgspec.Struct, frozen=True):
@@ -130,6 +131,31 @@ class Pool(Protocol):
 
     def check(self, owners: Mapping[BlockId, Sequence[str]]) -> list[str]:
         """What is wrong, as text. `owners`: all known references, by block. Walks over all."""
+        ...
+
+
+class SlotOwner(Protocol):
+    """Who has the memory of the DRAM medium."""
+
+    def free_slots(self, slot_ids: Sequence[SlotId]) -> None:
+        """The index does not know these slots any more."""
+        ...
+
+
+class Peer(Protocol):
+    """Another instance's pool, as this one can fill it (`peers.py`). Blocking calls."""
+
+    def write(self, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]) -> int:
+        """Copy own blocks into the peer's; returns the bytes written. Raises: TransferError."""
+        ...
+
+    def write_with_insert(
+        self, token_ids: Sequence[int], block_ids: Sequence[BlockId], namespace: Namespace
+    ) -> int:
+        """Have the peer allocate, write what it lacks, have it inserted; returns blocks written.
+
+        Raises: OutOfBlocksError (the peer's), TransferError, ValueError. Nothing is left then.
+        """
         ...
 
 

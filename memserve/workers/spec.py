@@ -50,6 +50,14 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval_s: float = 1.0
     num_threads: int = 1
     """Of torch's operators on the CPU."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    visible_gpus: tuple[str, ...] = ()
+    """The GPUs as CUDA_VISIBLE_DEVICES names them: the worker's own first, then its peers'."""
+    gpu_lock: str = ""
+    """A file that instances which share a GPU lock while they measure it; empty: not needed."""
+    link: str = "auto"
+    """The kind of link to use, or auto."""
 
 
 class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):

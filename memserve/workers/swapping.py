@@ -36,6 +36,10 @@ from memserve.workers.mempool import MemPool
 _SCAN_INTERVAL_S = 0.01
 _SCAN_SHARE = 0.05
 """Of the thread's time, that looking for old history may take."""
+_CHECKED_AT_ONCE = 256
+"""Candidates that one poll looks up, at a microsecond each."""
+_MAX_OUTS = 2
+"""Batches that back up at a time: one in flight, and the next."""
 _EXPIRE_SHARE = 0.1
 """Of the time to live: how often to look for what is older."""
 
@@ -57,8 +61,7 @@ class SwapEnd(msgspec.Struct, frozen=True):
 
 
 class _Out(msgspec.Struct, frozen=True):
-    block_ids: list[BlockId]
-    keys: list[int | None]
+    keys: dict[BlockId, int | None]
     """What the index called the blocks when their copy began."""
     slot_ids: list[SlotId]
 
@@ -95,7 +98,9 @@ class Swapper:
         self._ins: dict[str, _In] = {}
         self._num_outs = 0
         self._candidates: deque[BlockId] = deque()
-        """Old history that was not in DRAM when it was looked for."""
+        """Old history, in DRAM or not."""
+        self._is_clean = False
+        """Whether none of the latest candidates had to be copied, so far."""
         self._next_scan = 0.0
         self._settled_at: tuple[int, int, int] | None = None
         """What the pool looked like when nothing was left to back up."""
@@ -114,7 +119,7 @@ class Swapper:
         They stay in HBM until the engine needs their memory. Returns how many there are; fewer if
         the tier has no room for more.
         """
-        missing = (b for b in self._mempool.history() if self._index.slot_of(b) is None)
+        missing = filter(self._is_unsafe, self._mempool.history())
         return self._begin_out(list(islice(missing, num_blocks)))
 
     def swap_in(self, owner: str, path: Path) -> int:
@@ -224,33 +229,47 @@ class Swapper:
 
     def _back_up(self) -> None:
         self._expire()
-        if self._outs or self._is_settled:
+        if len(self._outs) >= _MAX_OUTS or self._is_settled:
             return
         if not self._candidates and self._clock() >= self._next_scan:
             self._scan()
         batch: list[BlockId] = []
-        while self._candidates and len(batch) < self._batch_blocks:
+        for _ in range(min(len(self._candidates), _CHECKED_AT_ONCE)):
             block_id = self._candidates.popleft()
             if self._is_unsafe(block_id):
                 batch.append(block_id)
+                if len(batch) == self._batch_blocks:
+                    break
         if batch and not self._begin_out(batch):
-            self._candidates.clear()  # no slot can be had until something changes
-            self._settled_at = self._state()
+            self._settle()  # no slot can be had until something changes
+        self._is_clean = self._is_clean and not batch
+        if self._is_clean and not self._candidates:
+            self._settle()
+
+    def _settle(self) -> None:
+        self._candidates.clear()
+        self._is_clean = False
+        self._settled_at = self._state()
 
     def _scan(self) -> None:
-        """Find the history within the margin that is not in DRAM."""
+        """Find the history that the margin needs."""
         begun = self._clock()
-        margin = self._limits.margin_blocks - self._mempool.stats().free
-        oldest = islice(self._mempool.history(), max(0, margin))
-        self._candidates.extend(b for b in oldest if self._index.slot_of(b) is None)
-        if not self._candidates:
-            self._settled_at = self._state()
+        margin = self._limits.margin_blocks
+        if self._mempool.num_available - self._index.num_in(Medium.HBM) < margin:
+            # That many are free at least; to count them costs more.
+            free = self._mempool.stats().free
+            self._candidates.extend(islice(self._mempool.history(), max(0, margin - free)))
+        self._is_clean = True
         ended = self._clock()
         self._next_scan = ended + max(_SCAN_INTERVAL_S, (ended - begun) / _SCAN_SHARE)
 
     def _is_unsafe(self, block_id: BlockId) -> bool:
+        """Whether a copy of it is worth making."""
         is_known = self._index.contains(block_id, Medium.HBM)
-        return is_known and self._index.slot_of(block_id) is None
+        return is_known and self._index.slot_of(block_id) is None and not self._is_leaving(block_id)
+
+    def _is_leaving(self, block_id: BlockId) -> bool:
+        return any(block_id in swap.keys for swap in self._outs.values())
 
     def _state(self) -> tuple[int, int, int]:
         """Changes whenever history comes or goes."""
@@ -272,8 +291,8 @@ class Swapper:
         self._num_outs += 1
         owner = f"swap-out {self._num_outs}"
         slot_ids = self._tier.copy_out(owner, block_ids)
-        keys = [self._index.key_of(block_id, Medium.HBM) for block_id in block_ids]
-        self._outs[owner] = _Out(block_ids, keys, slot_ids)
+        keys = {block_id: self._index.key_of(block_id, Medium.HBM) for block_id in block_ids}
+        self._outs[owner] = _Out(keys, slot_ids)
         return len(block_ids)
 
     def _end_out(self, swap: _Out, end: CopyEnd) -> None:
@@ -281,7 +300,7 @@ class Swapper:
             return  # the tier has its slots back
         good: list[tuple[BlockId, SlotId]] = []
         useless: list[SlotId] = []
-        for block_id, key, slot_id in zip(swap.block_ids, swap.keys, swap.slot_ids, strict=True):
+        for (block_id, key), slot_id in zip(swap.keys.items(), swap.slot_ids, strict=True):
             if self._index.key_of(block_id, Medium.HBM) == key:
                 good.append((block_id, slot_id))
             else:

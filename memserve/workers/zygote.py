@@ -52,7 +52,14 @@ _ENGINE_MODULES = (
     "vllm.model_executor.model_loader.default_loader",
     "vllm.model_executor.models.llama",
 )
-_CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
+_DEVICE_MODULES = {
+    "cpu": ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner"),
+    "cuda": (
+        "vllm.v1.worker.gpu_worker",
+        "vllm.v1.worker.gpu.model_runner",
+        "vllm.v1.attention.backends.flash_attn",
+    ),
+}
 
 
 def import_engine(check: Callable[[], None]) -> None:
@@ -65,9 +72,9 @@ def import_engine(check: Callable[[], None]) -> None:
         importlib.import_module(name)
     compat = importlib.import_module("memserve.workers.compat")
     compat.check_version()
-    if compat.current_platform.is_cpu():
-        for name in _CPU_MODULES:
-            importlib.import_module(name)
+    for name in _DEVICE_MODULES.get(compat.current_platform.device_type, ()):
+        check()
+        importlib.import_module(name)
 
 
 class Zygote:

@@ -1,8 +1,9 @@
 """The other process of the contract tests; answers each line of its input with a line.
 
-`own SIZE` makes a KV buffer of so many bytes and answers with its address. `send ADDRESS BUDGET
-SOURCE_IDS TARGET_IDS` maps the buffer there, writes its own blocks (random, seed 7) into it until
-BUDGET bytes are written, and answers with the number of transfers that have ended.
+`own SIZE` makes a KV buffer of so many bytes and answers with its address, `own_gpu SIZE` one on
+the first GPU. `send ADDRESS BUDGET SOURCE_IDS TARGET_IDS` maps the buffer there, writes its own
+blocks (random, seed 7) into it until BUDGET bytes are written, and answers with the number of
+transfers that have ended.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
+
+from memserve.ops.device_memory import CudaDeviceMemory
 from memserve.types import BlockId, TransferId
+from memserve.workers.gpu_memory import GpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.shm import ShmLink
 from tests.contract.link_rig import buffer_bytes, fill_random, geometry
@@ -22,6 +27,13 @@ _kept: list[object] = []
 
 def own(size_bytes: str) -> str:
     buffer = KvBuffer.create(int(size_bytes))
+    _kept.append(buffer)
+    return buffer.address
+
+
+def own_gpu(size_bytes: str) -> str:
+    buffer = GpuBuffer(CudaDeviceMemory(torch.device("cuda", 0)), int(size_bytes))
+    torch.cuda.synchronize()
     _kept.append(buffer)
     return buffer.address
 
@@ -43,4 +55,4 @@ def block_ids(text: str) -> list[BlockId]:
 if __name__ == "__main__":
     for line in sys.stdin:
         name, *arguments = line.split()
-        print({"own": own, "send": send}[name](*arguments), flush=True)
+        print({"own": own, "own_gpu": own_gpu, "send": send}[name](*arguments), flush=True)

@@ -1,21 +1,28 @@
-"""What every link must do, on the fake and on shared memory, within one process and across two."""
+"""What every link must do: on the fake, on shared memory within one process and across two, on GPU
+memory of another process, and on a GPU that is itself a fake."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from memserve.errors import GeometryMismatchError, StartError, TransferError
 from memserve.messages import PeerJoined
+from memserve.ops.device_memory import CudaDeviceMemory
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
+from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.base import Completion, Link, plan_pieces, require_compatible
 from memserve.workers.links.fake import FakeLink
+from memserve.workers.links.ipc import NUM_STREAMS, IpcLink, ipc_ops
 from memserve.workers.links.shm import ShmLink, open_shm
+from tests.contract.gpu_rig import FakeDevice, FakeOps, FakeStream, Host
 from tests.contract.link_rig import (
     NUM_BLOCKS,
     PAGE_BYTES,
@@ -58,10 +65,20 @@ class Wire:
         return done
 
     def source_block(self, block_id: int) -> bytes:
-        return read_block(self.source, self.source_of, block_id)
+        return read_block(as_bytes(self.source), self.source_of, block_id)
 
     def target_block(self, block_id: int) -> bytes:
-        return read_block(self.target, self.target_of, block_id)
+        return read_block(self.target_bytes(), self.target_of, block_id)
+
+    def target_bytes(self) -> bytes:
+        return as_bytes(self.target)
+
+
+def as_bytes(memory: object) -> bytes:
+    """All of a memory, wherever it is."""
+    if isinstance(memory, torch.Tensor):
+        return bytes(memory.cpu().numpy())
+    return bytes(memoryview(memory))  # type: ignore[arg-type]
 
 
 WireMaker = Callable[[str, str], Wire]
@@ -74,42 +91,88 @@ def peer() -> Iterator[PeerProcess]:
         yield process
 
 
-@pytest.fixture(params=["fake", "shm", "shm across processes"])
-def make_wire(request: pytest.FixtureRequest) -> Iterator[WireMaker]:
+class Maker:
     """Makes links between layouts; the source is random, the target is zero."""
-    buffers: list[KvBuffer] = []
-    links: list[Link] = []
 
-    def target_buffer(size_bytes: int) -> KvBuffer:
-        if request.param == "shm":
-            owned = KvBuffer.create(size_bytes)
-            buffers.append(owned)
-            return KvBuffer.open(owned.address)
-        peer: PeerProcess = request.getfixturevalue("peer")
-        return KvBuffer.open(peer.ask("own", size_bytes))
+    def __init__(self, kind: str, peer: Callable[[], PeerProcess]) -> None:
+        self._kind = kind
+        self._peer = peer
+        self._buffers: list[KvBuffer | GpuBuffer | PeerGpuBuffer] = []
+        self._links: list[Link] = []
 
-    def make(source_layout: str, target_layout: str) -> Wire:
+    def __call__(self, source_layout: str, target_layout: str) -> Wire:
         source_of, target_of = geometry(source_layout), geometry(target_layout, NUM_BLOCKS + 4)
-        link: Link
-        if request.param == "fake":
-            source, target = bytearray(buffer_bytes(source_of)), bytearray(buffer_bytes(target_of))
-            fill_random(source, seed=1)
-            link = FakeLink(source, source_of, target, target_of)
-            links.append(link)
-            return Wire(link, source, target, source_of, target_of)
+        make = {"fake": self._fake, "ipc": self._ipc, "ipc on a fake GPU": self._ipc_on_fakes}
+        wire = make.get(self._kind, self._shm)(source_of, target_of)
+        self._links.append(wire.link)
+        return wire
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        for buffer in self._buffers:
+            buffer.close()
+
+    def _fake(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        source, target = bytearray(buffer_bytes(source_of)), bytearray(buffer_bytes(target_of))
+        fill_random(source, seed=1)
+        link = FakeLink(source, source_of, target, target_of)
+        return Wire(link, source, target, source_of, target_of)
+
+    def _shm(self, source_of: Geometry, target_of: Geometry) -> Wire:
         buffer = KvBuffer.create(buffer_bytes(source_of))
-        buffers.append(buffer)
+        self._buffers.append(buffer)
         fill_random(buffer.array, seed=1)
-        mapped = target_buffer(buffer_bytes(target_of))
+        if self._kind == "shm":
+            owned = KvBuffer.create(buffer_bytes(target_of))
+            self._buffers.append(owned)
+            mapped = KvBuffer.open(owned.address)
+        else:
+            mapped = KvBuffer.open(self._peer().ask("own", buffer_bytes(target_of)))
         link = ShmLink(buffer, source_of, mapped, target_of)
-        links.append(link)
         return Wire(link, buffer.array, mapped.array, source_of, target_of)
 
-    yield make
-    for link in links:
-        link.close()
-    for buffer in buffers:
-        buffer.close()
+    def _ipc(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        device = torch.device("cuda", 0)
+        memory = CudaDeviceMemory(device)
+        buffer = GpuBuffer(memory, buffer_bytes(source_of))
+        self._buffers.append(buffer)
+        contents = bytearray(buffer_bytes(source_of))
+        fill_random(contents, seed=1)
+        buffer.tensor.copy_(torch.frombuffer(contents, dtype=torch.int8))
+        address = self._peer().ask("own_gpu", buffer_bytes(target_of))
+        target, kept = PeerGpuBuffer(memory, address), PeerGpuBuffer(memory, address)
+        self._buffers.append(kept)  # the tests look at the memory after the link has closed its own
+        streams = [torch.cuda.Stream(device) for _ in range(NUM_STREAMS)]
+        ops = ipc_ops(device, source_of, target_of)
+        link = IpcLink(buffer.tensor, source_of, target, target_of, ops=ops, streams=streams)
+        torch.cuda.synchronize(device)
+        return Wire(link, buffer.tensor, kept.tensor, source_of, target_of)
+
+    def _ipc_on_fakes(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        host = Host()
+        device = FakeDevice(host)
+        buffer = GpuBuffer(device, buffer_bytes(source_of))
+        fill_random(buffer.tensor.numpy(), seed=1)
+        target = PeerGpuBuffer(device, GpuBuffer(FakeDevice(host), buffer_bytes(target_of)).address)
+        streams: list[Any] = [FakeStream() for _ in range(NUM_STREAMS)]
+        link = IpcLink(buffer.tensor, source_of, target, target_of, ops=FakeOps(), streams=streams)
+        return Wire(link, buffer.tensor, target.tensor, source_of, target_of)
+
+
+@pytest.fixture(
+    params=[
+        "fake",
+        "shm",
+        "shm across processes",
+        "ipc on a fake GPU",
+        pytest.param("ipc", marks=pytest.mark.gpu),
+    ]
+)
+def make_wire(request: pytest.FixtureRequest) -> Iterator[WireMaker]:
+    maker = Maker(request.param, lambda: request.getfixturevalue("peer"))
+    yield maker
+    maker.close()
 
 
 def ids(*numbers: int) -> list[BlockId]:
@@ -122,21 +185,19 @@ def test_blocks_arrive_whole_and_nothing_else_is_written(
 ) -> None:
     wire = make_wire(*layouts)
     source_ids, target_ids = ids(3, 4, 5, 9, 1, 16), ids(7, 8, 9, 2, 20, 1)
-    before = bytes(memoryview(wire.target))  # type: ignore[arg-type]
+    before = wire.target_bytes()
     wire.link.send(T1, source_ids, target_ids)
     (done,) = wire.run()
     assert (done.transfer_id, done.error) == (T1, None)
     assert done.size_bytes == 6 * wire.source_of.block_bytes
     for source_id, target_id in zip(source_ids, target_ids, strict=True):
         assert wire.target_block(target_id) == wire.source_block(source_id)
-    expected = bytearray(before)
+    expected, after = bytearray(before), wire.target_bytes()
     for target_id in target_ids:
         for offset in wire.target_of.layer_offsets:
             start = offset + target_id * wire.target_of.block_stride
-            expected[start : start + PAGE_BYTES] = bytes(
-                memoryview(wire.target)[start : start + PAGE_BYTES]  # type: ignore[arg-type]
-            )
-    assert bytes(memoryview(wire.target)) == bytes(expected)  # type: ignore[arg-type]
+            expected[start : start + PAGE_BYTES] = after[start : start + PAGE_BYTES]
+    assert after == bytes(expected)
 
 
 def test_each_transfer_ends_once(make_wire: WireMaker) -> None:
@@ -166,7 +227,7 @@ def test_blocks_that_do_not_exist_fail_and_write_nothing(
     wire.link.send(T1, source_ids, target_ids)
     (done,) = wire.run()
     assert done.error is not None and done.size_bytes == 0
-    assert not np.frombuffer(wire.target, dtype=np.uint8).any()  # type: ignore[call-overload]
+    assert not any(wire.target_bytes())
 
 
 def test_a_cancelled_transfer_ends_with_an_error_and_others_go_on(make_wire: WireMaker) -> None:
@@ -184,10 +245,10 @@ def test_a_cancelled_transfer_ends_with_an_error_and_others_go_on(make_wire: Wir
 def test_nothing_is_written_after_close(make_wire: WireMaker) -> None:
     wire = make_wire("block_first", "block_first")
     wire.link.send(T1, ids(1, 2), ids(5, 6))
-    before = bytes(memoryview(wire.target))  # type: ignore[arg-type]
     wire.link.close()
+    after = wire.target_bytes()
     assert wire.link.poll() == []
-    assert bytes(memoryview(wire.target)) == before  # type: ignore[arg-type]
+    assert wire.target_bytes() == after
 
 
 # ── shared memory alone ───────────────────────────────────────────────────────────────────────
@@ -359,6 +420,7 @@ def test_pieces_cover_random_blocks_exactly_once(layouts: tuple[str, str]) -> No
         ("block_size", 8),
         ("num_kv_heads", 2),
         ("page_bytes", 32),
+        ("page_order", "NHC"),
         ("layer_offsets", (0, 64)),
         ("tp_size", 2),
         ("tp_rank", 1),

@@ -100,12 +100,11 @@ def test_a_failed_copy_leaves_everything_as_it_was() -> None:
 def test_nothing_goes_out_twice_even_if_asked_for_at_once() -> None:
     node, queues = manual()
     node.remember(A)
-    assert node.swapper.swap_out(4) == node.swapper.swap_out(4) == 4
+    assert [node.swapper.swap_out(3), node.swapper.swap_out(4)] == [3, 1]
     node.swapper.poll()
     queues.out.finish(8)
     node.swapper.poll()
-    assert node.where(A) == "BBBB" and node.tier.num_used == 4
-    assert node.swapper.stats().swapped_out == 4
+    assert node.where(A) == "BBBB" and node.swapper.stats().swapped_out == 4
     node.check_all(A)
 
 
@@ -225,18 +224,31 @@ def test_what_a_burst_takes_within_the_margin_is_not_lost() -> None:
 
 
 def test_backing_up_goes_in_batches_and_says_when_there_is_more() -> None:
-    node, queues = manual(limits=margin(16), batch_blocks=3)
-    node.remember(A)
+    node, queues = manual(limits=margin(16), batch_blocks=2)
+    for tokens in (A, B):
+        node.remember(tokens)
+    node.clock.now_s += 1
+    for num_pieces in (2, 4, 4):
+        node.swapper.poll()
+        assert len(queues.out.pieces) == num_pieces, "two batches at a time"
+    assert node.swapper.is_active
+    queues.out.finish(2)
+    node.swapper.poll()
+    assert len(queues.out.pieces) == 2, "the first has ended"
+    node.swapper.poll()
+    assert len(queues.out.pieces) == 4
+    queues.out.finish(4)
+    node.swapper.poll()
     node.clock.now_s += 1
     node.swapper.poll()
-    assert len(queues.out.pieces) == 3 and node.swapper.is_active
-    node.swapper.poll()
-    assert len(queues.out.pieces) == 3, "one batch at a time"
-    queues.out.finish(3)
-    node.swapper.poll()
-    assert node.swapper.is_active, "the rest"
-    node.swapper.poll()
-    assert len(queues.out.pieces) == 1
+    assert (node.where(A), node.where(B)) == ("BBBB", "HHBB")
+    queues.out.finish(9)
+    for _ in range(4):
+        node.swapper.poll()
+        queues.out.finish(9)
+        node.clock.now_s += 1
+    assert node.where(B) == "BBBB" and not node.swapper.is_active
+    node.check_all(A, B)
 
 
 def test_a_settled_pool_is_not_looked_at_again() -> None:
@@ -253,6 +265,11 @@ def test_a_settled_pool_is_not_looked_at_again() -> None:
     node.remember(B)
     at = node.swapper.next_deadline()
     assert at is not None and at <= node.clock.now_s + 0.01
+    node.swap()
+    assert node.where(B) == "HHHH", "looked at too short a time ago"
+    node.clock.now_s = at
+    node.swap()
+    assert node.where(B) == "BBBB"
 
 
 def test_a_full_tier_does_not_keep_the_loop_awake() -> None:

@@ -22,14 +22,7 @@ from memserve.messages import (
 from memserve.types import BlockId, Direction, InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.transfer import private_namespace
 from tests.contract.link_rig import BLOCK_SIZE, geometry
-from tests.contract.transfer_rig import (
-    DEADLINE_S,
-    NO_NAMESPACE,
-    NUM_BLOCKS,
-    Node,
-    allocate,
-    prompt,
-)
+from tests.contract.transfer_rig import DEADLINE_S, NO_NAMESPACE, Node, allocate, prompt
 
 R = RequestId("r")
 T = TransferId("r/forward/1")

@@ -229,6 +229,27 @@ def test_a_check_names_what_is_wrong_and_it_is_mended() -> None:
     assert instance.is_true
 
 
+def test_a_check_that_was_broken_off_starts_from_nothing() -> None:
+    instance = Instance()
+    instance.insert(1, 1, 2, 2)
+    instance.flush()
+    instance.check()
+    instance.answer(per_part=1)
+    instance.deliver(2)  # the changes, and the first part
+    instance.index.evict(PLAIN, [1, 1], split=False)
+    instance.flush()
+    instance.sequence += 1  # something is lost
+    instance.way.clear()
+    instance.insert(3, 3)
+    instance.flush()
+    for _ in range(2):
+        instance.deliver()
+        instance.answer()
+    instance.deliver()
+    assert instance.found == [[]]
+    assert instance.is_true
+
+
 def test_a_check_waits_for_a_snapshot_that_is_on_its_way() -> None:
     instance = Instance()
     instance.sequence = 7

@@ -236,31 +236,6 @@ def test_unknown_environment_key() -> None:
         load(environ={"MEMSERVE_SERVER_PROT": "1"})
 
 
-@pytest.mark.parametrize(
-    ("assignment", "gpus", "words"),
-    [
-        ("cluster.device=cuda", 0, "'cuda' asked for, but no GPU is visible here; allowed: auto"),
-        ("cluster.device=cuda", 2, "GPU instances are not in this version yet"),
-        ("cluster.gpus=8", 0, "cluster.gpus: 8 asked for, but no GPU is visible here"),
-        ("cluster.gpus=8", 8, "GPU instances are not in this version yet"),
-        ("cluster.tp=2", 0, "cluster.tp: 2 asked for, but no GPU is visible here"),
-    ],
-)
-def test_gpus(monkeypatch: pytest.MonkeyPatch, assignment: str, gpus: int, words: str) -> None:
-    monkeypatch.setattr(engine_args, "count_gpus", lambda: gpus)
-    assert re.search(words, str(_refusal(assignment)))
-
-
-def test_gpus_are_counted_from_the_driver(tmp_path: Path) -> None:
-    assert engine_args.count_gpus(tmp_path) == 0
-    (tmp_path / "dev").mkdir()
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / "dev" / name).touch()
-    assert engine_args.count_gpus(tmp_path) == 2
-    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
-    assert engine_args.count_gpus(tmp_path) == 1
-
-
 # ── engine arguments ──────────────────────────────────────────────────────────────────────────
 
 
@@ -325,8 +300,17 @@ def test_every_printed_value_has_its_origin() -> None:
     assert all("  # " in line for line in values)
 
 
-def test_the_key_is_not_printed() -> None:
+def test_the_keys_are_not_printed() -> None:
     assert "hunter2" not in to_toml(load(assignments=["server.api_key=hunter2"]))
+    assert "hunter2" not in to_toml(load(assignments=["server.api_keys=['hunter2']"]))
+
+
+def test_several_keys_are_a_list() -> None:
+    assert load().config.api_keys == []
+    environ = {"MEMSERVE_SERVER_API_KEYS": '["b", "c"]', "MEMSERVE_SERVER_API_KEY": "a"}
+    assert load(environ=environ).config.api_keys == ["a", "b", "c"]
+    with pytest.raises(ConfigError, match=r"server.api_keys: .*allowed: a list: each a string"):
+        load(assignments=["server.api_keys=b,c"])
 
 
 @pytest.mark.parametrize("value", ["", "\x00\x1f\x7f\n\t", 'quo"te', "\\", "😀", 1, -2.5, 1e300])

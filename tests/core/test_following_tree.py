@@ -131,6 +131,27 @@ def test_beyond_the_bound_the_ends_unused_for_longest_go() -> None:
     tree.check_integrity()
 
 
+def test_a_lost_life_of_many_is_seen_by_the_next_walk() -> None:
+    instances = [InstanceId(f"P{number}") for number in range(100)]
+    tree = FollowingTree(BLOCK_SIZE, instances, 1000)
+    for instance in instances:
+        tree.apply(instance, [inserted(None, 1, [1, 1])], 0.0)
+    assert len(tree.match(path_of([1, 1])).as_dict()) == 100
+    tree.drop(instances[6])
+    assert instances[6] not in tree.match(path_of([1, 1])).as_dict()
+
+
+def test_a_joined_node_is_as_fresh_as_its_fresher_part() -> None:
+    tree = FollowingTree(BLOCK_SIZE, INSTANCES, 5)
+    tree.apply(P0, [inserted(None, 1, [1, 1, 2, 2]), inserted(1, 3, [3, 3])], 0.0)
+    tree.apply(P0, [inserted(None, 4, [9, 9])], 3.0)
+    tree.use(tree.match(path_of([1, 1, 3, 3])), 5.0)
+    tree.apply(P0, [Evicted([(2, 1)])], 6.0)
+    tree.apply(P0, [inserted(None, 5, [7, 7, 8, 8, 9, 9])], 7.0)
+    assert tree.match(path_of([9, 9])).as_dict() == {}
+    assert tree.match(path_of([1, 1, 3, 3])).as_dict() == {P0: 4}
+
+
 @pytest.mark.parametrize(
     "changes",
     [

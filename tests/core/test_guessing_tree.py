@@ -142,6 +142,17 @@ def test_a_lost_instance_takes_along_what_only_it_held() -> None:
     assert tree.tree.num_blocks == 1
 
 
+def test_an_end_is_as_fresh_as_what_was_below_it() -> None:
+    tree = Tree(max_blocks=3)
+    tree.insert([1, 1], P0, 0.0)
+    tree.insert([9, 9], P0, 3.0)
+    tree.insert([1, 1, 2, 2], P1, 5.0)
+    tree.tree.drop(P1)
+    tree.insert([7, 7, 8, 8], P0, 6.0)
+    assert tree.match([9, 9], 6.0) == {}
+    assert tree.match([1, 1], 6.0) == {P0: 2}
+
+
 def test_telling_the_same_thing_again_does_not_grow_the_tree() -> None:
     tree = Tree(ttl_s=1e9)
     for now in range(1000):

@@ -224,6 +224,17 @@ def test_between_equals_the_emptier_pool_wins() -> None:
     assert cluster.chosen() == ("P1", "D0")
 
 
+def test_a_prompt_that_is_being_computed_counts_where_it_is_but_cannot_be_fetched() -> None:
+    cluster = Cluster("P0", "P1", "D0")
+    cluster.queue("P0", 500)
+    coming = cluster.demand(coming_tokens=np.array([992, 0, 0], np.int64))
+    placement = cluster.policy.place(coming, cluster.loads)
+    assert (placement.first, placement.fetch, placement.cached_tokens) == ("P0", None, 992)
+    assert cluster.chosen() == ("P1", "D0")
+    cluster.close("P0")
+    assert cluster.policy.place(coming, cluster.loads).fetch is None
+
+
 # ── where it generates ────────────────────────────────────────────────────────────────────────
 
 

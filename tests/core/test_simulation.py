@@ -7,15 +7,16 @@ import itertools
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memserve.config import Config
+from memserve.config import Config, SchedulerConfig
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
-from memserve.scheduler import SchedulerSettings
+from memserve.scheduler_settings import scheduler_settings
 from memserve.simulator.clock import EventQueue
 from memserve.simulator.engine import EngineLimits
 from memserve.simulator.link import SimulatedLink, Ways
@@ -30,14 +31,25 @@ BLOCK = 16
 BLOCK_BYTES = 1600
 MESSAGE_S = 0.001
 FRONT_END_S = 0.002
+PLAIN = msgspec.structs.replace(
+    Config(),
+    scheduler=SchedulerConfig(
+        policy="prefix",
+        max_running=10_000,
+        max_waiting=10_000,
+        max_queued_tokens=10**9,
+        wait_timeout_s=10_000.0,
+    ),
+)
 CLOCK = functools.partial(next, itertools.count())
 
 
 class Plain(CostModel):
     """Costs that can be checked by hand: 10 ms a step, 0.1 ms a token, 1 µs a token of context."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_s: float = 1e9) -> None:
         super().__init__(built_in(MODELS["smollm2-135m"], "cpu"))
+        self._bytes_per_s = bytes_per_s
 
     def step_s(
         self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
@@ -49,7 +61,7 @@ class Plain(CostModel):
         return 0.0
 
     def transfer_s(self, size_bytes: int, link: str) -> float:
-        return 0.001 + size_bytes / 1e9 if size_bytes else 0.0
+        return 0.001 + size_bytes / self._bytes_per_s if size_bytes else 0.0
 
 
 def geometry(blocks: int) -> Geometry:
@@ -65,33 +77,23 @@ def simulate(
     requests: int = 16,
     tokens: int = 512,
     steps_together: int = 64,
+    config: Config = PLAIN,
+    costs: CostModel | None = None,
+    link: str = "shm",
 ) -> Result:
     """Run to the end; nothing may be left anywhere."""
     parsed = parse_mode(mode)
     setup = Setup(
         mode=parsed,
-        scheduler=scheduler_settings(caching or parsed.default_caching),
-        hardware=Hardware(geometry(blocks), "shm", EngineLimits(tokens, requests, steps_together)),
+        scheduler=scheduler_settings(config, caching or parsed.default_caching, link),
+        hardware=Hardware(geometry(blocks), link, EngineLimits(tokens, requests, steps_together)),
         message_s=MESSAGE_S,
         front_end_s=FRONT_END_S,
     )
-    simulation = Simulation(setup, calls, Plain(), CLOCK)
+    simulation = Simulation(setup, calls, costs or Plain(), CLOCK)
     result = simulation.run()
     assert simulation.check_idle() == []
     return result
-
-
-def scheduler_settings(caching: Caching) -> SchedulerSettings:
-    return SchedulerSettings(
-        caching=caching,
-        max_attempts=3,
-        max_waiting=10_000,
-        wait_timeout_s=60.0,
-        timeline_requests=10,
-        tree_ttl_s=3600.0,
-        tree_max_blocks=100_000,
-        reservation_s=30.0,
-    )
 
 
 def call(name: str, prompt: int, reply: int, at: float = 0.0) -> Call:
@@ -169,6 +171,19 @@ def test_prompt_and_reply_travel_where_the_paper_sends_them() -> None:
     assert result.outcomes[1].cached_tokens == 144
 
 
+def test_what_another_instance_holds_is_fetched_where_that_pays() -> None:
+    """With caching up to D, the reply's KV is on D alone: by default P fetches it from there."""
+    first = call("a", 100, 600)
+    calls = [first, follow_up(first, 10, 5, at=15.0)]
+    plain = simulate(calls, "1P1D-CC", caching=Caching.DECODE)
+    fetching = simulate(calls, "1P1D-CC", caching=Caching.DECODE, config=Config())
+    assert plain.outcomes[1].cached_tokens == 96
+    assert fetching.outcomes[1].cached_tokens == 688
+    assert "fetch" not in plain.traffic.transfers
+    assert fetching.traffic.transfers["fetch"] == 1
+    assert fetching.outcomes[1].ttft_s < plain.outcomes[1].ttft_s  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(
     ("caching", "cached", "forwarded"),
     [
@@ -207,12 +222,20 @@ def test_taking_steps_together_changes_no_time(calls: list[Call], mode: str) -> 
     st.sampled_from([None, *Caching]),
     st.integers(30, 60),
     st.integers(1, 4),
+    st.sampled_from([PLAIN, Config()]),
 )
 def test_every_request_ends_and_nothing_is_left(
-    calls: list[Call], mode: str, caching: Caching | None, blocks: int, requests: int
+    calls: list[Call],
+    mode: str,
+    caching: Caching | None,
+    blocks: int,
+    requests: int,
+    config: Config,
 ) -> None:
     """Also when pools are so small that requests are put back and reservations refused."""
-    result = simulate(calls, mode, caching=caching, blocks=blocks, requests=requests, tokens=64)
+    result = simulate(
+        calls, mode, caching=caching, blocks=blocks, requests=requests, tokens=64, config=config
+    )
     assert len(result.outcomes) == len(calls)
     for outcome in result.outcomes:
         assert outcome.error is None
@@ -304,6 +327,20 @@ def test_what_goes_to_one_instance_takes_turns() -> None:
     link(two, elsewhere).send(TransferId("c"), blocks[:1], blocks[:1])
     queue.run()
     assert ended == [(1.0, "a"), (1.5, "b"), (1.6, "c")]
+
+
+def test_only_links_that_copy_themselves_keep_the_sender_from_computing() -> None:
+    """P sends the first prompt's KV, which takes 11 ms, while a second prompt waits: 20 ms."""
+    calls = [call("a", 100, 2), call("b", 100, 2)]
+    copying, beside = (
+        simulate(calls, "1P1D-CC", tokens=100, costs=Plain(bytes_per_s=960_000), link=link).outcomes
+        for link in ("shm", "ipc")
+    )
+    second_after = [(two.ttft_s or 0) - (one.ttft_s or 0) for one, two in (copying, beside)]
+    assert second_after == pytest.approx([0.011 + 0.02, 0.02])
+    # the other kind of link has ended as early, which is noticed after the step that runs then
+    first_ends = [(one.jct_s or 0) - (one.ttft_s or 0) for one, _ in (copying, beside)]
+    assert first_ends[1] - first_ends[0] == pytest.approx(0.02 - 0.011)
 
 
 def test_a_cancelled_transfer_ends_with_an_error() -> None:

@@ -171,6 +171,20 @@ def test_an_instance_row() -> None:
     assert wide[7:11] == ["20", "30", "50", "100"]
 
 
+def test_a_dram_tier_has_its_columns_where_there_is_one() -> None:
+    dram = {"dram_blocks": 600, "dram_used_blocks": 450}
+    swapped = {"swapped_out_blocks": 777, "swapped_in_blocks": 88}
+    with_tier = _instance("P0", replace(_stats(), **dram, **swapped))
+    failed = replace(_instance("D0"), stats=None)
+    first = replace(_snapshot(), instances=[with_tier, failed])
+    wide = _text(tui.render(first, None, 0.0, 140), 140)
+    assert _row(wide, "INSTANCE")[9:13] == ["of", "DRAM", "of", "out"]
+    assert _row(wide, "P0  ")[10:16] == ["100", "450", "600", "777", "88", "1,234"]
+    assert len(_row(wide, "D0  ")) == len(_row(wide, "P0  ")) - 1, "its heartbeat has no unit"
+    assert "DRAM" not in _text(tui.render(first, None, 0.0, 80))
+    assert "DRAM" not in _text(tui.render(_snapshot(), None, 0.0, 140), 140)
+
+
 def test_an_instance_that_failed() -> None:
     first = _snapshot()
     lost = replace(

@@ -17,7 +17,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
+from memserve.changes import Evicted
 from memserve.core.swap import SwapDecision, SwapLimits
+from memserve.core.tokens import pack
 from memserve.errors import RequestError
 from memserve.messages import (
     Abort,
@@ -28,6 +30,7 @@ from memserve.messages import (
     Audit,
     Audited,
     CacheChanged,
+    CacheSnapshot,
     Commit,
     Decode,
     Expired,
@@ -38,6 +41,8 @@ from memserve.messages import (
     PeerJoined,
     Prefill,
     Rejected,
+    ResetCache,
+    SendSnapshot,
     Sent,
     Started,
     Stop,
@@ -558,6 +563,25 @@ def test_heartbeat_follows_when_the_engine_falls_idle(bench: Bench) -> None:
     assert bench.clock.now_s - before <= 1.0
     stats = bench.channel.events[4].stats
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (6, 0)
+
+
+def test_the_index_is_reported_before_the_end_of_a_request_and_on_demand(bench: Bench) -> None:
+    bench.run(prefill(prompt(BLOCK_SIZE + 2), hold=False))
+    assert kinds([e for e in bench.channel.events if not isinstance(e, Heartbeat)]) == [
+        Started,
+        Tokens,
+        CacheChanged,
+        Finished,
+    ]
+    assert bench.audit().problems == []
+    (snapshot,) = bench.run(SendSnapshot(epoch=1))
+    assert isinstance(snapshot, CacheSnapshot)
+    assert (snapshot.sequence, snapshot.is_last) == (1, True)
+    assert [c.token_ids for c in snapshot.changes] == [pack(prompt(BLOCK_SIZE))]
+    bench.run(ResetCache(epoch=1))
+    (changed,) = [e for e in bench.channel.events if isinstance(e, CacheChanged)]
+    assert changed.sequence == 2
+    assert [type(change) for change in changed.changes] == [Evicted]
 
 
 def test_engine_that_breaks_ends_the_loop(bench: Bench) -> None:

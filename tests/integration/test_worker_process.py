@@ -460,6 +460,7 @@ def spare(pair: Rig) -> Rig:
         ({"engine": {**ENGINE, "dtype": "float99"}}, "engine.dtype: 'float99': Input should"),
         ({"engine": {**ENGINE, "max_model_lem": 5}}, "did you mean 'engine.max_model_len'?"),
         ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
+        ({"device": "cuda"}, "cluster.device is cuda, but the installed vLLM finds 'cpu'"),
         ({"kv_bytes": 1 << 20}, "mempool.hbm_mb: 1 MiB do not hold one request"),
     ],
 )

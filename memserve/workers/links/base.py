@@ -1,7 +1,8 @@
 """What a link is: the way from this instance's KV blocks into one peer's.
 
-Collaborators: `transfer.py` opens one link per peer and is the only caller; `shm.py` (same host)
-and `fake.py` (tests) are links. `tests/contract/test_links.py` holds what every link must do.
+Collaborators: `transfer.py` opens one link per peer, through `choice.py`, and is the only caller;
+`shm.py` (CPU), `ipc.py` (GPUs of one host) and `fake.py` (tests) are links.
+`tests/contract/test_links.py` holds what every link must do.
 
 All links so far are one-sided: the sender writes, the receiver only counts what it is told. A
 two-sided link (NCCL) needs the receiver to post the blocks of a transfer when it allocates them;
@@ -81,6 +82,7 @@ _MUST_BE_EQUAL = (
     "num_layers",
     "num_kv_heads",
     "page_bytes",
+    "page_order",
     "tp_rank",
     "tp_size",
 )
@@ -122,7 +124,7 @@ def plan_pieces(
     _require_existing(source, source_ids, "source")
     _require_existing(target, target_ids, "target")
     runs = _runs(source_ids, target_ids)
-    if _has_whole_blocks(source) and _has_whole_blocks(target):
+    if has_whole_blocks(source) and has_whole_blocks(target):
         layers = [(source.layer_offsets[0], target.layer_offsets[0], source.block_bytes)]
     else:
         layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
@@ -148,7 +150,7 @@ def _require_existing(geometry: Geometry, block_ids: Sequence[BlockId], side: st
         raise TransferError(f"the {side} has no block {unknown[0]}, only 0 to {last}")
 
 
-def _has_whole_blocks(geometry: Geometry) -> bool:
+def has_whole_blocks(geometry: Geometry) -> bool:
     """Whether the pages of a block touch each other (blocks may still lie apart)."""
     first = geometry.layer_offsets[0]
     return all(

@@ -1,0 +1,507 @@
+"""A working set of three times the HBM pool: hit ratio, tokens and step times with a DRAM tier.
+
+    python -m bench.working_set [--load chat,agent] [--dataset FILE] [--sessions 20] [--out FILE]
+    python -m bench.working_set --device cuda --model FOLDER --dtype bfloat16 --load-format dummy
+
+One instance with a real engine serves the same calls four times, each time in a process of its own:
+
+    small     an HBM pool of a third of the working set
+    tiered    the same, and DRAM for two thirds of it
+    whole     an HBM pool of that total size
+    uncached  as `whole`, without any caching: what the tokens should be
+
+The next call comes from any session whose previous one has ended, so a session's KV grows cold
+between its turns. `chat`: conversations that share nothing but a short system prompt (ShareGPT's
+shape); `agent`: calls of one tool-using agent with a common prompt of few-shot examples (ReAct's
+shape). `--dataset` takes a file of conversations instead (see `memserve/simulator/datasets.py`).
+A turn of the engine's loop counts as decoding if no request was started in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench._report import Scalar, parser, publish
+from memserve.core.cost_model import built_in
+from memserve.core.profile import ModelShape
+from memserve.messages import (
+    Abort,
+    AnyCommand,
+    AnyEvent,
+    Audit,
+    Audited,
+    Finished,
+    Prefill,
+    Ready,
+    Rejected,
+    Started,
+    StartFailed,
+    Tokens,
+)
+from memserve.models import resolve_model
+from memserve.simulator.datasets import read
+from memserve.simulator.synthetic import Shape, sessions
+from memserve.simulator.workload import Call, Literal, Piece, tokens_of
+from memserve.types import InstanceId, RequestId, Role
+from memserve.workers.environment import set_engine_environment
+from memserve.workers.spec import WorkerSpec
+
+SHAPES = {
+    "chat": Shape(system_tokens=20, turns=4, user_tokens=56, reply_tokens=16),
+    "agent": Shape(documents=1, document_tokens=384, turns=4, user_tokens=64, reply_tokens=16),
+}
+VARIANTS = ("small", "tiered", "whole", "uncached")
+_DEADLINE_S = 900.0
+
+
+class Request(msgspec.Struct):
+    """A call, with its tokens: what was generated meanwhile takes the place of earlier replies."""
+
+    session: str
+    prompt: list[tuple[int | None, list[int]]]
+    """Pieces: the key of those that may be replies, and tokens."""
+    reply: int
+    """Its key."""
+    reply_tokens: int
+
+    @classmethod
+    def of(cls, call: Call) -> Request:
+        pieces = [(_key_of(piece), tokens_of(piece)) for piece in call.prompt]
+        return cls(call.session, pieces, call.reply.key, call.reply.length)
+
+
+class Job(msgspec.Struct):
+    """What a child process is told."""
+
+    model: str
+    device: str
+    engine: dict[str, Any]
+    block_bytes: int
+    hbm_blocks: int
+    dram_blocks: int
+    is_cached: bool
+    concurrency: int
+    num_threads: int
+    requests: list[Request]
+
+
+class Answer(msgspec.Struct):
+    """What it answers."""
+
+    prompt_tokens: list[int]
+    cached_tokens: list[int]
+    outputs: list[list[int]]
+    decode_turns: list[tuple[float, bool]]
+    """Seconds, and whether blocks were swapped in the turn."""
+    swapped_out: int
+    swapped_in: int
+    problems: list[str]
+    seconds: float
+
+
+# ── the load ──────────────────────────────────────────────────────────────────────────────────
+
+
+def make_calls(load: str, options: argparse.Namespace) -> list[Call]:
+    """Calls in the order in which they are to be sent, none longer than `--max-context`."""
+    if options.dataset is not None:
+        calls = read(options.dataset)
+    else:
+        calls = list(sessions(SHAPES[load], options.sessions, options.seed))
+    replies = {call.reply.key for call in calls}
+    by_session: dict[str, deque[Call]] = {}
+    for call in calls:
+        cut = msgspec.structs.replace(
+            call,
+            prompt=tuple(
+                _cut(piece, options.max_reply) if _key_of(piece) in replies else piece
+                for piece in call.prompt
+            ),
+            reply=_cut(call.reply, options.max_reply),
+        )
+        if cut.total_tokens <= options.max_context:
+            by_session.setdefault(call.session, deque()).append(cut)
+    rng = random.Random(options.seed)
+    chosen = rng.sample(sorted(by_session), min(options.sessions, len(by_session)))
+    open_sessions = [by_session[name] for name in chosen]
+    ordered: list[Call] = []
+    while open_sessions:
+        session = rng.choice(open_sessions)
+        ordered.append(session.popleft())
+        if not session:
+            open_sessions.remove(session)
+    return ordered
+
+
+def _key_of(piece: Piece | Literal) -> int | None:
+    return piece.key if isinstance(piece, Piece) else None
+
+
+def _cut(piece: Any, max_length: int) -> Piece:
+    return Piece(piece.key, min(piece.length, max_length))
+
+
+def working_set(calls: Sequence[Call], block_size: int) -> int:
+    """Different full blocks of all prompts and replies."""
+    blocks: set[tuple[int, ...]] = set()
+    for call in calls:
+        tokens = [t for piece in (*call.prompt, call.reply) for t in tokens_of(piece)]
+        for end in range(block_size, len(tokens) + 1, block_size):
+            blocks.add((hash(tuple(tokens[:end])), end))
+    return len(blocks)
+
+
+# ── the child: one engine, one load ───────────────────────────────────────────────────────────
+
+
+class Driver:
+    """The worker's channel: sends the calls, a few at a time, and keeps what comes back."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._queue = deque(enumerate(job.requests))
+        self._generated: dict[int, list[int]] = {}
+        """Key of a reply → what the engine generated for it."""
+        self._running: dict[str, tuple[int, Request]] = {}
+        self._commands: deque[AnyCommand] = deque()
+        self._outputs: dict[int, list[int]] = {}
+        self._prompts: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        self._has_started = self._has_tokens = False
+        self._turn_began = 0.0
+        self._last_swaps = 0
+        self._turns: list[tuple[float, bool]] = []
+        self._began = time.perf_counter()
+        self.worker: Any = None
+        self.audited: Audited | None = None
+        self.failure: str | None = None
+
+    # What the worker calls.
+
+    def send(self, event: AnyEvent) -> None:
+        match event:
+            case Ready():
+                self._began = time.perf_counter()
+            case StartFailed() | Rejected():
+                raise RuntimeError(event.message)
+            case Started():
+                self._has_started = True
+                self._cached[self._running[event.request_id][0]] = event.cached_tokens
+            case Tokens():
+                self._has_tokens = True
+                for output in event.outputs:
+                    index = self._running[output.request_id][0]
+                    self._outputs.setdefault(index, []).extend(output.token_ids)
+            case Finished():
+                index, request = self._running.pop(event.request_id)
+                self._generated[request.reply] = self._outputs[index]
+                self._commands.append(Abort(epoch=1, request_id=event.request_id))
+            case Audited():
+                self.audited = event
+                self.worker.loop.stop()
+            case _:
+                pass
+
+    def wait(self, timeout_s: float) -> None:
+        self._end_turn()
+        if time.perf_counter() - self._began > _DEADLINE_S:
+            raise TimeoutError(f"the load did not end within {_DEADLINE_S:g} s")
+        self._fill()
+        if not self._commands and timeout_s > 0.0:
+            time.sleep(min(timeout_s, 0.001))
+        self._turn_began = time.perf_counter()
+        self._has_started = self._has_tokens = False
+
+    def receive(self) -> AnyCommand | None:
+        return self._commands.popleft() if self._commands else None
+
+    def wake_on(self, fd: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def answer(self) -> Answer:
+        assert self.audited is not None
+        indices = range(len(self._job.requests))
+        return Answer(
+            prompt_tokens=[self._prompts[i] for i in indices],
+            cached_tokens=[self._cached[i] for i in indices],
+            outputs=[self._outputs[i] for i in indices],
+            decode_turns=self._turns,
+            swapped_out=self.audited.stats.swapped_out_blocks,
+            swapped_in=self.audited.stats.swapped_in_blocks,
+            problems=self.audited.problems,
+            seconds=time.perf_counter() - self._began,
+        )
+
+    # What it does.
+
+    def _end_turn(self) -> None:
+        seconds = time.perf_counter() - self._turn_began
+        if self.worker is None:
+            return
+        stats = self.worker.loop.stats()
+        swaps = stats.swapped_out_blocks + stats.swapped_in_blocks
+        if self._has_tokens and not self._has_started:
+            self._turns.append((seconds, swaps != self._last_swaps))
+        self._last_swaps = swaps
+
+    def _fill(self) -> None:
+        """Send the next calls whose sessions are free."""
+        busy = {request.session for _, request in self._running.values()}
+        skipped: list[tuple[int, Request]] = []
+        while self._queue and len(self._running) < self._job.concurrency:
+            index, request = self._queue.popleft()
+            if request.session in busy:
+                skipped.append((index, request))
+                continue
+            busy.add(request.session)
+            self._send(index, request)
+        self._queue.extendleft(reversed(skipped))
+        if not self._queue and not self._running and not self._commands and not self.audited:
+            self._commands.append(Audit(epoch=1, audit_id=1))
+
+    def _send(self, index: int, request: Request) -> None:
+        tokens: list[int] = []
+        for key, recorded in request.prompt:
+            tokens += recorded if key is None else self._generated.get(key, recorded)
+        self._prompts[index] = len(tokens)
+        request_id = RequestId(f"call {index}")
+        self._running[request_id] = (index, request)
+        self._commands.append(
+            Prefill(
+                epoch=1,
+                request_id=request_id,
+                attempt=1,
+                request=_request(request.reply_tokens),
+                known_tokens=0,
+                token_ids=tokens,
+                whole=True,
+                hold=False,
+                is_private=not self._job.is_cached,
+            )
+        )
+
+
+def _request(max_tokens: int) -> bytes:
+    """Greedy, and exactly so long."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    request = EngineCoreRequest(
+        request_id="",
+        prompt_token_ids=[],
+        mm_features=None,
+        sampling_params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    return bytes(MsgpackEncoder(size_threshold=sys.maxsize).encode(request)[0])
+
+
+def serve(job: Job) -> Answer:
+    """Run one variant in this process."""
+    set_engine_environment(os.environ, num_threads=job.num_threads, log_level="warning")
+    import torch
+
+    from memserve.workers.main import Worker
+
+    torch.set_num_threads(job.num_threads)
+    config = json.loads((Path(job.model) / "config.json").read_text(encoding="utf-8"))
+    device = torch.cuda.get_device_name() if job.device == "cuda" else "cpu"
+    driver = Driver(job)
+    with tempfile.TemporaryDirectory(prefix="memserve-bench-") as run_dir:
+        spec = WorkerSpec(
+            instance=InstanceId("PD0"),
+            epoch=1,
+            role=Role.COLOCATED,
+            hub_address="",
+            run_dir=run_dir,
+            log_path="",
+            model=job.model,
+            engine=job.engine,
+            # One block more: vLLM keeps one as its null block.
+            kv_bytes=(job.hbm_blocks + 1) * job.block_bytes,
+            dram_bytes=job.dram_blocks * job.block_bytes,
+            profile=built_in(ModelShape.from_config(config), device),
+            num_threads=job.num_threads,
+        )
+        worker = Worker(spec, driver)  # type: ignore[arg-type]
+        driver.worker = worker
+        worker.run()
+    return driver.answer()
+
+
+# ── the parent ────────────────────────────────────────────────────────────────────────────────
+
+
+def run_child(job: Job, folder: Path) -> Answer:
+    """Serve the job in a fresh process."""
+    asked, answered = folder / "job.json", folder / "answer.json"
+    asked.write_bytes(msgspec.json.encode(job))
+    command = [sys.executable, "-m", "bench.working_set", "--child", str(asked), str(answered)]
+    with (folder / "log").open("wb") as log:
+        done = subprocess.run(
+            command, stdout=log, stderr=log, timeout=_DEADLINE_S + 300, check=False
+        )
+    if done.returncode:
+        raise SystemExit((folder / "log").read_text(errors="replace")[-4000:])
+    return msgspec.json.decode(answered.read_bytes(), type=Answer)
+
+
+def measure(load: str, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Answer]]:
+    """All variants of one load; the sizes, and the answers by variant."""
+    calls = make_calls(load, options)
+    total = working_set(calls, options.block_size)
+    longest = -(-max(call.total_tokens for call in calls) // options.block_size)
+    hbm = max(total // 3, longest + 1)
+    model = Path(options.model) if options.model else resolve_model("smollm2-135m-instruct")
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    shape = ModelShape.from_config(config, 4 if options.dtype == "float32" else 2)
+    engine: dict[str, Any] = {
+        "dtype": options.dtype,
+        "max_model_len": longest * options.block_size,
+        "block_size": options.block_size,
+        "load_format": options.load_format,
+    }
+    if options.device == "cpu":
+        engine["enforce_eager"] = True
+    sizes = {"working_set": total, "hbm": hbm, "dram": total - hbm, "longest": longest}
+    answers: dict[str, Answer] = {}
+    with tempfile.TemporaryDirectory(prefix="memserve-bench-") as folder:
+        for variant in VARIANTS:
+            answers[variant] = run_child(
+                Job(
+                    model=str(model),
+                    device=options.device,
+                    engine=engine,
+                    block_bytes=shape.kv_bytes_per_token * options.block_size,
+                    hbm_blocks=hbm if variant in ("small", "tiered") else total,
+                    dram_blocks=total - hbm if variant == "tiered" else 0,
+                    is_cached=variant != "uncached",
+                    concurrency=options.concurrency,
+                    num_threads=options.threads,
+                    requests=[Request.of(call) for call in calls],
+                ),
+                Path(folder),
+            )
+    return sizes, answers
+
+
+def summary(answers: dict[str, Answer]) -> dict[str, Scalar]:
+    """The figures to quote."""
+    hits = {name: hit_ratio(answer) for name, answer in answers.items()}
+    expected = answers["uncached"].outputs
+    metrics: dict[str, Scalar] = {f"hit ratio, {name}": round(hits[name], 4) for name in hits}
+    metrics["hit ratio, tiered less whole, points"] = round(
+        100 * (hits["tiered"] - hits["whole"]), 2
+    )
+    for name in ("small", "tiered", "whole"):
+        metrics[f"outputs unlike uncached, {name}"] = sum(
+            ours != theirs for ours, theirs in zip(answers[name].outputs, expected, strict=True)
+        )
+    for name in ("small", "tiered"):
+        metrics |= {f"{key}, {name}": value for key, value in turn_times(answers[name]).items()}
+    metrics["blocks swapped out"] = answers["tiered"].swapped_out
+    metrics["blocks swapped in"] = answers["tiered"].swapped_in
+    metrics["problems in the audits"] = sum(len(answer.problems) for answer in answers.values())
+    for name, answer in answers.items():
+        metrics[f"load, {name}, s"] = round(answer.seconds, 2)
+    return metrics
+
+
+def hit_ratio(answer: Answer) -> float:
+    """Cached prompt tokens of all prompt tokens."""
+    return sum(answer.cached_tokens) / sum(answer.prompt_tokens)
+
+
+def turn_times(answer: Answer) -> dict[str, Scalar]:
+    """Of turns that decode: those with swapping and those without."""
+    all_s = [seconds for seconds, _ in answer.decode_turns]
+    swapping = [seconds for seconds, swaps in answer.decode_turns if swaps]
+    plain = [seconds for seconds, swaps in answer.decode_turns if not swaps]
+    median = statistics.median(all_s)
+    times: dict[str, Scalar] = {
+        "decode step, median, ms": round(median * 1e3, 2),
+        "decode step, 99th percentile / median": round(quantile(all_s, 0.99) / median, 2),
+        "decode steps": len(all_s),
+        "decode steps over twice the median": sum(s > 2 * median for s in plain),
+    }
+    if swapping:
+        times["decode steps with swapping"] = len(swapping)
+        times["decode steps with swapping, median / median"] = round(
+            statistics.median(swapping) / median, 2
+        )
+        times["decode steps with swapping, longest / median"] = round(max(swapping) / median, 2)
+        times["decode steps with swapping over twice the median"] = sum(
+            s > 2 * median for s in swapping
+        )
+    return times
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that so large a share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> None:
+    """Measure, print, write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--load", default="chat,agent", help="chat, agent or both")
+    arguments.add_argument("--dataset", type=Path, help="a file of conversations, for --load")
+    arguments.add_argument("--sessions", type=int, default=20)
+    arguments.add_argument("--concurrency", type=int, default=3, help="calls at a time")
+    arguments.add_argument("--max-context", type=int, default=768, help="longer calls are left out")
+    arguments.add_argument("--max-reply", type=int, default=32, help="longer replies are cut")
+    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments.add_argument("--model", help="a folder; the bundled model by default")
+    arguments.add_argument("--load-format", default="auto")
+    arguments.add_argument("--dtype", default="float32")
+    arguments.add_argument("--block-size", type=int, default=32)
+    arguments.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.child is not None:
+        asked, answered = options.child
+        answer = serve(msgspec.json.decode(asked.read_bytes(), type=Job))
+        answered.write_bytes(msgspec.json.encode(answer))
+        return
+    loads = [options.dataset.name] if options.dataset else options.load.split(",")
+    if unknown := [load for load in loads if not options.dataset and load not in SHAPES]:
+        raise SystemExit(f"--load: {unknown[0]!r}; allowed: {', '.join(SHAPES)}")
+    metrics: dict[str, Scalar] = {}
+    settings: dict[str, Any] = {k: str(v) for k, v in vars(options).items() if k != "child"}
+    raw: dict[str, Any] = {}
+    for load in loads:
+        sizes, answers = measure(load, options)
+        settings[f"{load}: blocks"] = sizes
+        metrics |= {f"{load}: {name}": value for name, value in summary(answers).items()}
+        raw[load] = {name: msgspec.to_builtins(answer) for name, answer in answers.items()}
+        for answer in raw[load].values():
+            del answer["outputs"]
+    publish("working_set", settings=settings, metrics=metrics, raw=raw, out=options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The memory of one instance's KV cache, and the links by which peers reach each other's.
+
+`cpu` lies in shared memory, `cuda` in the HBM of the process's first GPU. Collaborators: `main.py`
+makes one by `kv_memory`, `compat.place_kv_cache` asks it for the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from memserve.errors import StartError
+from memserve.messages import PeerJoined
+from memserve.ops.device_memory import CudaDeviceMemory, DeviceMemory
+from memserve.types import Geometry
+from memserve.workers import gpu_memory
+from memserve.workers.gpu_memory import GpuBuffer
+from memserve.workers.kvbuffer import KvBuffer
+from memserve.workers.links import shm
+from memserve.workers.links.base import Link
+from memserve.workers.links.ipc import open_ipc
+from memserve.workers.links.shm import open_shm
+
+Openers = Mapping[str, Callable[[PeerJoined], Link]]
+
+
+class KvMemory(Protocol):
+    """One buffer, and what can be done with it."""
+
+    def make(self, size_bytes: int) -> torch.Tensor:
+        """Allocate it, zeroed: int8, shape `[size_bytes]`. Once. Raises: StartError."""
+        ...
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The buffer; None before `make`."""
+        ...
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Kind of link → where peers find the buffer."""
+        ...
+
+    def openers(self, geometry: Geometry) -> Openers:
+        """Kind of link → how to open one to a peer; fastest first."""
+        ...
+
+    def close(self) -> None:
+        """Give it back, after the engine and all links have ended."""
+        ...
+
+
+class HostKvMemory:
+    """In this host's shared memory."""
+
+    def __init__(self) -> None:
+        self._buffer: KvBuffer | None = None
+
+    def make(self, size_bytes: int) -> torch.Tensor:
+        _require_first(self._buffer)
+        self._buffer = KvBuffer.create(size_bytes)
+        return self._buffer.tensor
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        return None if self._buffer is None else self._buffer.tensor
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {} if self._buffer is None else {shm.KIND: self._buffer.address}
+
+    def openers(self, geometry: Geometry) -> Openers:
+        buffer = self._buffer
+        if buffer is None:
+            return {}
+        return {shm.KIND: lambda peer: open_shm(buffer, geometry, peer)}
+
+    def close(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+
+
+class GpuKvMemory:
+    """In the HBM of `device`; the process must see the peers' GPUs as well."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: DeviceMemory | None = None
+        self._buffer: GpuBuffer | None = None
+
+    def make(self, size_bytes: int) -> torch.Tensor:
+        _require_first(self._buffer)
+        # Only now: before vLLM has chosen its GPU nothing here may initialise CUDA.
+        self._memory = CudaDeviceMemory(self._device)
+        self._buffer = GpuBuffer(self._memory, size_bytes)
+        return self._buffer.tensor
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        return None if self._buffer is None else self._buffer.tensor
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {} if self._buffer is None else {gpu_memory.KIND: self._buffer.address}
+
+    def openers(self, geometry: Geometry) -> Openers:
+        buffer, memory = self._buffer, self._memory
+        if buffer is None or memory is None:
+            return {}
+        return {
+            gpu_memory.KIND: lambda peer: open_ipc(buffer, geometry, peer, memory, self._device)
+        }
+
+    def close(self) -> None:
+        """Nothing: CUDA graphs and tensors still point there, and the process ends after this."""
+
+
+def kv_memory(device: str) -> KvMemory:
+    """`device`: cpu or cuda (the first GPU that the process sees)."""
+    return GpuKvMemory(torch.device("cuda", 0)) if device == "cuda" else HostKvMemory()
+
+
+def _require_first(buffer: object) -> None:
+    if buffer is not None:
+        raise StartError("the KV cache consists of several buffers; supported: one")

