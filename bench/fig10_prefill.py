@@ -2,10 +2,10 @@
 
     python -m bench.fig10_prefill --model FOLDER [--runs 8] [--lengths 128,512,1024,2000] [--out F]
 
-Three engines, all with prefix caching: plain vLLM, and two as workers have them, with the connector,
-MemPool's index that follows the pool, and the reports to the hub (encoded, and not sent): one with
-vLLM's own layout of the KV cache, one with aggregated blocks. Each run takes a new random prompt,
-cold and then once more with its blocks cached, on one engine after the other; the first one changes.
+Three engines, all with prefix caching: plain vLLM, and two as workers have it, with the connector,
+MemPool's index that follows the pool, and the reports to the hub (encoded, and not sent). One has
+vLLM's own layout of the KV cache, one has aggregated blocks. Each run takes a new random prompt,
+cold and then once more with its blocks cached, on one engine after another; the first one changes.
 Pools are so small that prompts evict each other. An engine has a process to itself, as vLLM keeps
 its connector in a global; the others sleep meanwhile. Shown is the difference to plain vLLM run by
 run, and what MemServe's own calls took by the clock: where a step takes a second, these are what
