@@ -81,6 +81,14 @@ MACHINES = {
 }
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """What single requests and fixed batches took, at one time."""
+
+    prefills: list[PrefillSample]
+    decodes: list[DecodeSample]
+    front_end_s: float
+
+
 def main() -> None:
     """Measure, fit, run, simulate, compare."""
     arguments = parser(__doc__)
@@ -96,50 +104,36 @@ def main() -> None:
     machine = msgspec.structs.replace(
         machine, **{name: value for name, value in changes.items() if value is not None}
     )
-    flags = ["--mode", MODE, *machine.flags]
-    if args.model is not None:
-        flags += ["--model", args.model]
-    with serving(flags, machine.settings) as url:
-        pinned = pin_instances(url) if args.device == "cpu" else {}
-        asyncio.run(_warm_up(url))
-        probes = [asyncio.run(probe(url, machine))]
-        blocks = get(f"{url}/v1/status")["instances"][0]["stats"]["total_blocks"]
-        real = []
-        for seed in range(args.runs):
-            calls = make_load(machine, seed)
-            real.append((calls, asyncio.run(play(url, calls))))
-            probes.append(asyncio.run(probe(url, machine)))
-    profile = fit(machine, probes)
-    front_end_s = statistics.median(found.front_end_s for found in probes)
-    pairs = [
-        (answers, simulate(machine, profile, calls, blocks, front_end_s)) for calls, answers in real
+    run = asyncio.run(measure(machine, args.model, args.runs))
+    profile = fit(machine, run.probes)
+    front_end_s = statistics.median(found.front_end_s for found in run.probes)
+    simulated = [
+        simulate(machine, profile, calls, run.blocks, front_end_s) for calls, _ in run.loads
     ]
-    rows = [compare(answers, simulated) for answers, simulated in pairs]
+    pairs = [(answers, found) for (_, answers), found in zip(run.loads, simulated, strict=True)]
+    rows = [compare(answers, found) for answers, found in pairs]
     means = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
     publish(
         "simulator_check",
         settings={
             "mode": MODE,
-            "device": args.device,
-            "rate": machine.rate,
-            "requests": machine.requests,
-            "load": msgspec.to_builtins(machine.load),
-            "blocks": blocks,
-            "pinned": pinned,
+            "machine": msgspec.to_builtins(machine),
+            "blocks": run.blocks,
+            "pinned": run.pinned,
             "front_end_s": front_end_s,
             "message_s": MESSAGE_S,
         },
         metrics=means,
         raw={
             "profile": msgspec.to_builtins(profile),
-            "probes": msgspec.to_builtins(probes),
+            "probes": msgspec.to_builtins(run.probes),
             "runs": rows,
             "outcomes": [
                 {
                     "real": msgspec.to_builtins([answer.outcome for answer in answers]),
-                    "simulated": msgspec.to_builtins(simulated),
+                    "simulated": msgspec.to_builtins(found),
                 }
-                for answers, simulated in pairs
+                for answers, found in pairs
             ],
         },
         out=args.out,
@@ -147,15 +141,32 @@ def main() -> None:
     )
 
 
+class Measured(msgspec.Struct, frozen=True):
+    """A real cluster's answers."""
+
+    blocks: int
+    pinned: dict[str, int]
+    probes: list[Probe]
+    loads: list[tuple[list[Call], list[Answer]]]
+
+
+async def measure(machine: Machine, model: str | None, runs: int) -> Measured:
+    """Start a cluster, probe it, run the loads, stop it."""
+    flags = ["--mode", MODE, *machine.flags, *(["--model", model] if model is not None else [])]
+    with serving(flags, machine.settings) as url:
+        pinned = pin_instances(url) if machine.name == "cpu" else {}
+        await _warm_up(url)
+        probes = [await probe(url, machine)]
+        blocks = get(f"{url}/v1/status")["instances"][0]["stats"]["total_blocks"]
+        loads = []
+        for seed in range(runs):
+            calls = make_load(machine, seed)
+            loads.append((calls, await play(url, calls)))
+            probes.append(await probe(url, machine))
+    return Measured(blocks, pinned, probes, loads)
+
+
 # ── what the costs are ────────────────────────────────────────────────────────────────────────
-
-
-class Probe(msgspec.Struct, frozen=True):
-    """What single requests and fixed batches took, at one time."""
-
-    prefills: list[PrefillSample]
-    decodes: list[DecodeSample]
-    front_end_s: float
 
 
 async def probe(url: str, machine: Machine) -> Probe:
