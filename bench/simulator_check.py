@@ -11,6 +11,7 @@ costs, and the means are compared. Each load has its own arrivals and texts.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
 import time
@@ -91,19 +92,7 @@ class Probe(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Measure, fit, run, simulate, compare."""
-    arguments = parser(__doc__)
-    arguments.add_argument("--device", choices=sorted(MACHINES), default="cpu")
-    arguments.add_argument("--model", help="as `memserve up --model`; must have the shape's size")
-    arguments.add_argument("--shape", help="a known shape or a folder with a config.json")
-    arguments.add_argument("--runs", type=int, default=3, help="loads to run and simulate")
-    arguments.add_argument("--rate", type=float, help="requests a second")
-    arguments.add_argument("--requests", type=int, help="of each load")
-    args = arguments.parse_args()
-    machine = MACHINES[args.device]
-    changes = {"shape": args.shape, "rate": args.rate, "requests": args.requests}
-    machine = msgspec.structs.replace(
-        machine, **{name: value for name, value in changes.items() if value is not None}
-    )
+    args, machine = _arguments()
     run = asyncio.run(measure(machine, args.model, args.runs))
     profile = fit(machine, run.probes)
     front_end_s = statistics.median(found.front_end_s for found in run.probes)
@@ -139,6 +128,24 @@ def main() -> None:
         out=args.out,
         rows=[{"run": n, **row} for n, row in enumerate(rows)] + [{"run": "mean", **means}],
     )
+
+
+def _arguments() -> tuple[argparse.Namespace, Machine]:
+    """What was asked for, and the machine with its changes."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--device", choices=sorted(MACHINES), default="cpu")
+    arguments.add_argument("--model", help="as `memserve up --model`; must have the shape's size")
+    arguments.add_argument("--shape", help="a known shape or a folder with a config.json")
+    arguments.add_argument("--runs", type=int, default=3, help="loads to run and simulate")
+    arguments.add_argument("--rate", type=float, help="requests a second")
+    arguments.add_argument("--requests", type=int, help="of each load")
+    args = arguments.parse_args()
+    machine = MACHINES[args.device]
+    changes = {"shape": args.shape, "rate": args.rate, "requests": args.requests}
+    machine = msgspec.structs.replace(
+        machine, **{name: value for name, value in changes.items() if value is not None}
+    )
+    return args, machine
 
 
 class Measured(msgspec.Struct, frozen=True):
