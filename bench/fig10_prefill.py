@@ -2,10 +2,11 @@
 
     python -m bench.fig10_prefill --model FOLDER [--runs 8] [--lengths 128,512,1024,2000] [--out F]
 
-Two engines in one process, both with prefix caching: plain vLLM, and one as a worker has it, with
-the connector, MemPool's index that follows the pool, and the reports to the hub (encoded, and not
-sent). Each run takes a new random prompt, cold and then once more with its blocks cached, on both
-engines in turn; the first engine alternates. Pools are so small that prompts evict each other.
+Two engines, both with prefix caching: plain vLLM, and one as a worker has it, with the connector,
+MemPool's index that follows the pool, and the reports to the hub (encoded, and not sent). Each run
+takes a new random prompt, cold and then once more with its blocks cached, on both engines in turn;
+the first engine alternates. Pools are so small that prompts evict each other. An engine has a
+process to itself, as vLLM keeps its connector in a global; the other one sleeps meanwhile.
 Shown are both sides, their difference run by run, and what MemServe's own calls took by the clock:
 where a step takes a second, the difference is mostly noise, and the calls are what it adds.
 """
@@ -17,7 +18,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,7 @@ BLOCK_SIZE = 32
 ENGINE = {"max_model_len": 2048, "enforce_eager": True, "block_size": BLOCK_SIZE}
 KV_BYTES = 128 << 20
 VOCABULARY = 40_000
+DEADLINE_S = 120.0
 
 
 class Plain:
@@ -136,24 +140,60 @@ def prefill(side: Plain | WithMemServe, token_ids: list[int], name: str) -> dict
     return {"total": time.perf_counter() - begun, "own": side.own_s}
 
 
+def serve(kind: type[Plain] | type[WithMemServe], model: str, asked: Connection) -> None:
+    """A side's process: answers each (tokens, name) with `prefill`'s times, until None."""
+    side = kind(model)
+    while (job := asked.recv()) is not None:
+        asked.send(prefill(side, *job))
+    if isinstance(side, WithMemServe):
+        assert side.mempool.check_integrity({}) == []
+
+
+class Side:
+    """The other end of `serve`. A context manager."""
+
+    def __init__(self, kind: type[Plain] | type[WithMemServe], model: str) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(kind, model, theirs), daemon=True)
+
+    def __enter__(self) -> Side:
+        self._process.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pipe.send(None)
+        self._process.join(DEADLINE_S)
+        self._process.kill()
+
+    def prefill(self, tokens: list[int], name: str) -> dict[str, float]:
+        """See the function."""
+        self._pipe.send((tokens, name))
+        if not self._pipe.poll(DEADLINE_S):
+            raise TimeoutError(f"{name}: no answer within {DEADLINE_S:g} s")
+        took: dict[str, float] = self._pipe.recv()
+        return took
+
+
 def measure(model: str, lengths: list[int], runs: int) -> dict[str, dict[str, list[float]]]:
     """Seconds: length and state → side and part → runs."""
     rng = random.Random(12)
-    plain, ours = Plain(model), WithMemServe(model)
     raw: dict[str, dict[str, list[float]]] = {}
-    for run in range(runs + 1):  # the first is a warm-up
-        for length in lengths:
-            tokens = [rng.randrange(VOCABULARY) for _ in range(length)]
-            for state in ("cold", "cached"):
-                kept = raw.setdefault(f"{length} {state}", {})
-                pair = [("plain", plain), ("ours", ours)]
-                for name, side in pair if run % 2 else reversed(pair):
-                    took = prefill(side, tokens, f"{run}/{length}/{state}")
-                    if run:
-                        kept.setdefault(name, []).append(took["total"])
-                        kept.setdefault(f"{name} own", []).append(took["own"])
-    problems = ours.mempool.check_integrity({})
-    assert not problems, problems
+    with ExitStack() as stack:
+        sides = [
+            ("plain", stack.enter_context(Side(Plain, model))),
+            ("ours", stack.enter_context(Side(WithMemServe, model))),
+        ]
+        for run in range(runs + 1):  # the first is a warm-up
+            for length in lengths:
+                tokens = [rng.randrange(VOCABULARY) for _ in range(length)]
+                for state in ("cold", "cached"):
+                    kept = raw.setdefault(f"{length} {state}", {})
+                    for name, side in sides if run % 2 else reversed(sides):
+                        took = side.prefill(tokens, f"{run}/{length}/{state}")
+                        if run:
+                            kept.setdefault(name, []).append(took["total"])
+                            kept.setdefault(f"{name} own", []).append(took["own"])
     return raw
 
 

@@ -145,7 +145,7 @@ def built_in(
 
 
 def _gemm_fit(gemm: Gemm, spec: DeviceSpec, shape: ModelShape) -> GemmFit:
-    tile_m, tile_n = (128, 128) if spec.num_sms > 1 else (32, gemm.n)
+    tile_m, tile_n = (128, 128) if spec.num_sms > 1 else (32, 64)
     wave_s = 2 * tile_m * tile_n * gemm.k * spec.num_sms / spec.flops_per_s
     return GemmFit(
         gemm=gemm,

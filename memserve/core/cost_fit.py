@@ -40,7 +40,7 @@ from memserve.core.profile import (
 )
 
 _GPU_TILES = ((64, 128), (128, 128), (128, 256), (256, 128), (192, 128), (256, 256))
-_CPU_TILES_M = (1, 4, 8, 16, 32, 64, 128)
+_CPU_TILES = tuple((rows, 64) for rows in (1, 4, 8, 16, 32, 64, 128))
 _SCALE_PRIOR = 0.03
 """How firmly the engine's scales are held near 1: as a relative error of this part of a prefill."""
 _DECODE_SCALE_PRIOR = 0.1
@@ -118,7 +118,7 @@ def fit_gemm(gemm: Gemm, samples: Sequence[GemmSample], num_sms: int) -> GemmFit
     """The tile size under which waves explain the samples best, then a correction for the rest."""
     tokens = np.array([sample.tokens for sample in samples], dtype=np.int64)
     seconds = np.array([sample.seconds for sample in samples])
-    tiles = _GPU_TILES if num_sms > 1 else tuple((rows, gemm.n) for rows in _CPU_TILES_M)
+    tiles = _GPU_TILES if num_sms > 1 else _CPU_TILES
     fits = [_fit_waves(gemm, tile, tokens, seconds, num_sms) for tile in tiles]
     best = min(fits, key=lambda fit: mean_error(fit.seconds(tokens, num_sms), seconds))
     ratios = seconds / best.seconds(tokens, num_sms)

@@ -16,12 +16,13 @@ call costs about a microsecond, however long the prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from memserve.core.builtin import BUILT_IN, built_in
-from memserve.core.profile import Floats, ModelShape, Profile, step_parts
+from memserve.core.profile import Floats, ModelShape, Profile, Tokens, step_parts
 
 __all__ = ["BUILT_IN", "CostModel", "ModelShape", "Profile", "built_in"]
 
@@ -46,6 +47,8 @@ class CostModel:
         step, layers = profile.step, profile.shape.num_layers
         self._chunk = profile.chunk_tokens
         self._graph_tokens = profile.graph_sizes[-1] if profile.graph_sizes else 0
+        self._request_s, self._prompt_token_s = step.request_s, step.prompt_token_s
+        self._long_floor_s, self._graph_floor_s = step.floor_s, step.graph_floor_s
         attention = profile.attention_fit(*profile.shape.heads(self.tp))
         scale = layers * step.attention_scale
         self._cached_pair_s = attention.cached_pair_s * scale
@@ -58,6 +61,7 @@ class CostModel:
         self._dense: list[float] = (
             step.host_s + step.gemm_scale * parts.gemms_s + step.linear_scale * parts.linear_s
         ).tolist()
+        self._dense_array = np.array(self._dense)
         scale = layers * step.decode_scale
         rows = np.arange(_DECODE_ROWS + 1, dtype=np.int64)
         parts = step_parts(profile, self.tp, rows, rows)
@@ -103,14 +107,27 @@ class CostModel:
     def exec_many(self, num_tokens: int, cached_tokens: npt.ArrayLike) -> Floats:
         """`exec_s` of one prompt on many instances. Shape: that of `cached_tokens`."""
         cached = np.asarray(cached_tokens, dtype=np.int64)
-        known, places = np.unique(cached, return_inverse=True)
-        costs = [self.exec_s(num_tokens, tokens) for tokens in known.tolist()]
-        return np.array(costs, dtype=np.float64)[places].reshape(cached.shape)
+        if num_tokens <= 0:
+            return np.zeros(cached.shape)
+        chunk = self._chunk
+        before = np.clip(cached, 0, num_tokens - 1)
+        full = (num_tokens - 1 - before) // chunk
+        start = before + full * chunk
+        last = num_tokens - start
+        floors = np.where(last <= self._graph_tokens, self._graph_floor_s, self._long_floor_s)
+        seconds = np.maximum(self._dense_array[last] + self._attention_s(last, start), floors)
+        first = self._dense[chunk] + self._attention_s(chunk, before)
+        if (full > 0).any() and first.min() < self._floor_s(chunk):
+            costs = [self.exec_s(num_tokens, tokens) for tokens in cached.ravel().tolist()]
+            return np.array(costs).reshape(cached.shape)
+        growth = (chunk * self._cached_pair_s + self._read_s) * chunk
+        seconds = seconds + full * first + growth * (full * (full - 1) // 2)
+        total: Floats = self._factor * (seconds + self.request_s(num_tokens))
+        return total
 
     def request_s(self, num_tokens: int) -> float:
         """The part of `exec_s` that belongs to no step: taking a prompt in."""
-        step = self.profile.step
-        return step.request_s + num_tokens * step.prompt_token_s
+        return self._request_s + num_tokens * self._prompt_token_s
 
     def _chunk_s(self, tokens: int, before: int) -> float:
         """One step that computes nothing else."""
@@ -126,13 +143,18 @@ class CostModel:
         growth = (chunk * self._cached_pair_s + self._read_s) * chunk
         return count * first + growth * (count * (count - 1) // 2)
 
-    def _attention_s(self, tokens: int, before: int) -> float:
+    @overload
+    def _attention_s(self, tokens: int, before: int) -> float: ...
+
+    @overload
+    def _attention_s(self, tokens: int | Tokens, before: Tokens) -> Floats: ...
+
+    def _attention_s(self, tokens: Any, before: Any) -> Any:
         pairs = self._cached_pair_s * before + self._new_pair_s * tokens + self._token_s
         return tokens * pairs + self._read_s * before + self._fixed_s
 
     def _floor_s(self, tokens: int) -> float:
-        step = self.profile.step
-        return step.graph_floor_s if tokens <= self._graph_tokens else step.floor_s
+        return self._graph_floor_s if tokens <= self._graph_tokens else self._long_floor_s
 
     # Steps.
 

@@ -214,7 +214,7 @@ def measure_decodes(probe: EngineProbe, report: Report) -> list[DecodeSample]:
     """Decode steps at several batches and contexts, as far as they fit."""
     samples = []
     for count, context in _DECODES:
-        needed = context + _DECODE_STEPS + probe.margin_tokens
+        needed = context + probe.decode_tokens(count, context, _DECODE_STEPS)
         fits = needed <= probe.longest and count * needed <= probe.capacity_tokens
         if fits and count <= probe.limits.max_requests:
             report(f"decode steps of {count} requests with {context} tokens")

@@ -200,8 +200,8 @@ class MemPool:
 
         The owner keeps its references, but where an equal block was indexed meanwhile it gets a
         reference to that one, and its own block is freed. Returns the blocks it now holds.
-        Raises: ValueError unless there is one block for each full block of the tokens; KeyError if
-        the owner does not hold them.
+        Raises: ValueError unless there is one block for each full block of the tokens, if one is
+        indexed for other tokens, and in quarantine; KeyError if the owner does not hold them.
         """
         return self.insert_path(self.path(token_ids, namespace), block_ids, owner)
 
@@ -209,6 +209,7 @@ class MemPool:
         """As `insert`."""
         if len(block_ids) != path.num_blocks:
             raise ValueError(f"{len(block_ids)} blocks for a prefix of {path.num_blocks}")
+        self._owners.require_free(owner)
         self._owners.require(owner, block_ids)
         held = list(block_ids)
         for index, place in self.index.insert(path, held).duplicates:

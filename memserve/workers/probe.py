@@ -85,9 +85,6 @@ class EngineProbe:
         self._started = Engine(self._config)
         self._base = self.tokens(self.longest)
 
-    margin_tokens = 80
-    """A batch of decodes generates so many more than are timed: its requests begin one by one."""
-
     @property
     def _engine(self) -> Engine:
         assert self._started is not None, "start the probe first"
@@ -146,10 +143,8 @@ class EngineProbe:
 
     def decode(self, num_requests: int, context_tokens: int, steps: int) -> DecodeSample:
         """The mean of `steps` decode steps of equal requests, of `context_tokens` each."""
-        names = [
-            self._add(self.tokens(context_tokens), steps + self.margin_tokens)
-            for _ in range(num_requests)
-        ]
+        generated = self.decode_tokens(num_requests, context_tokens, steps)
+        names = [self._add(self.tokens(context_tokens), generated) for _ in range(num_requests)]
         deadline = time.perf_counter() + _DEADLINE_S
         waiting = set(names)
         while waiting:  # until every prompt is computed
@@ -164,6 +159,11 @@ class EngineProbe:
             self._engine.abort(name)
         self._drain(deadline)
         return DecodeSample(num_requests, num_requests * (context_tokens + steps // 2), seconds)
+
+    def decode_tokens(self, num_requests: int, context_tokens: int, steps: int) -> int:
+        """What each request of `decode` may generate: more than is timed, for the first ones begin
+        while the prompts of the others are computed."""
+        return steps + 8 + num_requests * context_tokens // self.limits.chunk_tokens
 
     def _run(self, prompt: list[int]) -> tuple[float, int]:
         """Seconds until the only token, and how much of the prompt was cached."""

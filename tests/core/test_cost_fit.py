@@ -267,6 +267,15 @@ def test_waves_are_recognised_between_the_measured_sizes() -> None:
     assert len(set(true.seconds(between, 132))) > 1, "they must need different numbers of waves"
 
 
+def test_on_a_cpu_half_the_columns_take_half_the_time() -> None:
+    whole, half = (SHAPE.layer_gemms(tp)[2] for tp in (1, 2))
+    samples = [GemmSample(whole, n, 1e-9 * whole.n * -(-n // 16)) for n in TOKENS]
+    fit = fit_gemm(whole, samples, 1)
+    tokens = np.array([500, 1000, 2048])
+    ratio = fit.resized(half).seconds(tokens, 1) / fit.seconds(tokens, 1)
+    assert ratio == pytest.approx([0.5] * 3, rel=0.02)
+
+
 def test_a_kernel_that_waves_do_not_explain_is_corrected_where_it_was_measured() -> None:
     gemm = SHAPE.layer_gemms(1)[0]
     odd = {n: 1e-6 * (100 + n * (1.3 if n > 500 else 0.4)) for n in TOKENS}

@@ -237,11 +237,18 @@ def test_what_is_cached_is_saved() -> None:
     assert costs[-1] < costs[0] / 3
 
 
-def test_one_prompt_on_many_instances() -> None:
+@given(profiles, st.integers(0, 700), st.lists(st.integers(-5, 800), max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_one_prompt_on_many_instances(name: str, num_tokens: int, cached: list[int]) -> None:
+    model = CostModel(PROFILES[name])
+    model.observe(300, 0, 1.0)
+    expected = [model.exec_s(num_tokens, tokens) for tokens in cached]
+    assert model.exec_many(num_tokens, cached).tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_many_instances_keep_their_shape() -> None:
     model = CostModel(make_profile())
-    cached = np.array([[0, 64, 0], [500, 499, 64]])
-    expected = [[model.exec_s(500, tokens) for tokens in row] for row in cached.tolist()]
-    assert model.exec_many(500, cached).tolist() == expected
+    assert model.exec_many(500, np.array([[0, 64, 0], [500, 499, 64]])).shape == (2, 3)
     assert model.exec_many(500, []).shape == (0,)
 
 
@@ -368,6 +375,13 @@ def test_an_h200_s_built_in_profile_is_right_within_a_factor_of_two(
 ) -> None:
     model = CostModel(built_in(ModelShape.from_config(LLAMA_8B), "NVIDIA H200"))
     assert 0.5 < model.exec_s(num_tokens) / measured_s < 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H200"])
+def test_two_ranks_compute_long_prompts_in_about_half_the_time(device: str) -> None:
+    profile = built_in(ModelShape.from_config(LLAMA_13B), device)
+    model = CostModel(msgspec.structs.replace(profile, reduce=LinkFit(0.0, float("inf"))))
+    assert model.with_tp(2).exec_s(8192) / model.exec_s(8192) == pytest.approx(0.5, abs=0.05)
 
 
 def test_an_unknown_gpu_is_taken_for_a_slow_one() -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(2, 128, 4, 2, 32, 256, 512)
-DEADLINE_S = 90.0
+DEADLINE_S = 200.0
 
 
 @pytest.mark.parametrize(("new", "cached", "requests"), [(5, 0, 1), (40, 70, 1), (1, 63, 3)])
@@ -36,7 +36,9 @@ def test_paged_attention_is_attention(new: int, cached: int, requests: int) -> N
     )
     found = run().view(requests, new, 4, 32)
     for request in range(requests):
-        keys, values = run.kv_of(request)
+        keys, values = (
+            both[request, : new + cached].transpose(0, 1) for both in (run.keys, run.values)
+        )
         query = run.query.view(requests, new, 4, 32)[request].transpose(0, 1)
         mask = torch.ones(new, new + cached, dtype=torch.bool).tril(cached)
         expected = torch.nn.functional.scaled_dot_product_attention(
@@ -97,6 +99,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.timeout(240)
 def test_a_probe_measures_what_it_was_asked_for(model_folder: Path) -> None:
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
