@@ -12,8 +12,9 @@ of computing the documents once per session, over what three instances can do.
 
 `router` is session affinity as a router in front of engines has it, the paper's baseline: a request
 is bound when it arrives; `cost_now` is the cost policy with the same. All others run as they are
-served by default: what finds no open instance waits in the scheduler. 7% of the requests are the first on their document, which nobody can have in
-a cache: `asked before` leaves these out, for all policies alike.
+served by default: what finds no open instance waits in the scheduler. 7% of the requests are the
+first on their document, which nobody can have in a cache: `asked before` leaves these out, for all
+policies alike.
 
 Then the same with one hot document, which 70% of the sessions are about: there the cost policy must
 not be worse than the best of the simple ones.
