@@ -1,7 +1,7 @@
 """How far one scheduler goes: its work and its memory with up to 1,000 instances.
 
     python -m bench.scale --dataset mooncake_conversation.jsonl.gz [--instances 10,100,1000]
-        [--requests-each 8] [--out FILE]
+        [--requests-each 4] [--out FILE]
 
 The Mooncake trace, as many crowds of it at once as the instances can serve, on simulated instances
 (half prefill, half decode; Llama-3.1-8B on H200); the scheduler is the real one, and hears of every
@@ -46,6 +46,7 @@ from memserve.types import InstanceId
 BLOCKS, BLOCK_SIZE = 20_000, 16
 RATE_EACH = 0.35
 """Requests a second for each instance: prefill instances are then about 40% busy."""
+LEAST_REQUESTS = 400
 SAMPLE_ONE_IN = 50
 TREE_BLOCKS = 50_000_000
 
@@ -80,7 +81,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--dataset", type=Path, required=True, help="the Mooncake trace")
     arguments.add_argument("--instances", default="10,100,1000", help="how many, even numbers")
-    arguments.add_argument("--requests-each", type=int, default=8, help="for each instance")
+    arguments.add_argument("--requests-each", type=int, default=4, help="for each instance")
     args = arguments.parse_args()
     rows = [
         measure(args.dataset, int(text), args.requests_each) for text in args.instances.split(",")
@@ -125,7 +126,7 @@ def measure(dataset: Path, instances: int, requests_each: int) -> dict[str, Scal
         mode=f"{half}P{half}D-CC", blocks=BLOCKS, block_size=BLOCK_SIZE, dataset=dataset
     )
     costs = setup.costs(options)
-    calls = trace(options, rate, instances * requests_each)
+    calls = trace(options, rate, max(LEAST_REQUESTS, instances * requests_each))
     cluster = setup.cluster(options, _config(), costs, calls)
     limits = msgspec.structs.replace(cluster.hardware.limits, steps_together=1)
     hardware = msgspec.structs.replace(cluster.hardware, limits=limits)
