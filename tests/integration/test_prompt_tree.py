@@ -26,7 +26,12 @@ NUM_PROMPTS = 16
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    settings = {"mempool.hbm_mb": POOL_MB, "engine.max_model_len": 512}
+    # Without fetching, what a request finds on P is what P held.
+    settings = {
+        "mempool.hbm_mb": POOL_MB,
+        "engine.max_model_len": 512,
+        "scheduler.fetch": "never",
+    }
     with running("1P1D-CC", settings=settings) as cluster:
         yield cluster
 
