@@ -2,12 +2,14 @@
 
     python -m bench.fig10_prefill --model FOLDER [--runs 8] [--lengths 128,512,1024,2000] [--out F]
 
-Two engines in one process, both with prefix caching: plain vLLM, and one as a worker has it, with
-the connector, MemPool's index that follows the pool, and the reports to the hub (encoded, and not
-sent). Each run takes a new random prompt, cold and then once more with its blocks cached, on both
-engines in turn; the first engine alternates. Pools are so small that prompts evict each other.
-Shown are both sides, their difference run by run, and what MemServe's own calls took by the clock:
-where a step takes a second, the difference is mostly noise, and the calls are what it adds.
+Three engines, all with prefix caching: plain vLLM, and two as workers have it, with the connector,
+MemPool's index that follows the pool, and the reports to the hub (encoded, and not sent). One has
+vLLM's own layout of the KV cache, one has aggregated blocks. Each run takes a new random prompt,
+cold and then once more with its blocks cached, on one engine after another; the first one changes.
+Pools are so small that prompts evict each other. An engine has a process to itself, as vLLM keeps
+its connector in a global; the others sleep meanwhile. Shown is the difference to plain vLLM run by
+run, and what MemServe's own calls took by the clock: where a step takes a second, these are what
+the caching path adds, and the rest of the difference is noise or the layout's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,9 @@ BLOCK_SIZE = 32
 ENGINE = {"max_model_len": 2048, "enforce_eager": True, "block_size": BLOCK_SIZE}
 KV_BYTES = 128 << 20
 VOCABULARY = 40_000
+DEADLINE_S = 120.0
+PLAIN = "plain"
+SIDES = (PLAIN, "layer_first", "block_first")
 
 
 class Plain:
@@ -49,7 +56,7 @@ class Plain:
 
     own_s = 0.0
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, layout: str) -> None:
         config = EngineArgs(
             model=model, kv_cache_memory_bytes=KV_BYTES, enable_prefix_caching=True, **ENGINE
         ).create_engine_config()
@@ -62,12 +69,12 @@ class Plain:
 class WithMemServe:
     """The engine of a worker, without commands and peers. It is its connector's host, too."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, layout: str) -> None:
         self.own_s = 0.0
         """Spent in MemServe's calls."""
         self._mempool: MemPool | None = None
         config = make_config(
-            model, ENGINE, engine_id="bench", kv_bytes=KV_BYTES, layout="auto", host=self
+            model, ENGINE, engine_id="bench", kv_bytes=KV_BYTES, layout=layout, host=self
         )
         self.engine = Engine(config)
         self.mempool = MemPool(
@@ -136,24 +143,57 @@ def prefill(side: Plain | WithMemServe, token_ids: list[int], name: str) -> dict
     return {"total": time.perf_counter() - begun, "own": side.own_s}
 
 
+def serve(layout: str, model: str, asked: Connection) -> None:
+    """A side's process: answers each (tokens, name) with `prefill`'s times, until None."""
+    side = (Plain if layout == PLAIN else WithMemServe)(model, layout)
+    while (job := asked.recv()) is not None:
+        asked.send(prefill(side, *job))
+    if isinstance(side, WithMemServe):
+        assert side.mempool.check_integrity({}) == []
+
+
+class Side:
+    """The other end of `serve`. A context manager."""
+
+    def __init__(self, layout: str, model: str) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(layout, model, theirs), daemon=True)
+
+    def __enter__(self) -> Side:
+        self._process.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pipe.send(None)
+        self._process.join(DEADLINE_S)
+        self._process.kill()
+
+    def prefill(self, tokens: list[int], name: str) -> dict[str, float]:
+        """See the function."""
+        self._pipe.send((tokens, name))
+        if not self._pipe.poll(DEADLINE_S):
+            raise TimeoutError(f"{name}: no answer within {DEADLINE_S:g} s")
+        took: dict[str, float] = self._pipe.recv()
+        return took
+
+
 def measure(model: str, lengths: list[int], runs: int) -> dict[str, dict[str, list[float]]]:
     """Seconds: length and state → side and part → runs."""
     rng = random.Random(12)
-    plain, ours = Plain(model), WithMemServe(model)
     raw: dict[str, dict[str, list[float]]] = {}
-    for run in range(runs + 1):  # the first is a warm-up
-        for length in lengths:
-            tokens = [rng.randrange(VOCABULARY) for _ in range(length)]
-            for state in ("cold", "cached"):
-                kept = raw.setdefault(f"{length} {state}", {})
-                pair = [("plain", plain), ("ours", ours)]
-                for name, side in pair if run % 2 else reversed(pair):
-                    took = prefill(side, tokens, f"{run}/{length}/{state}")
-                    if run:
-                        kept.setdefault(name, []).append(took["total"])
-                        kept.setdefault(f"{name} own", []).append(took["own"])
-    problems = ours.mempool.check_integrity({})
-    assert not problems, problems
+    with ExitStack() as stack:
+        sides = [(layout, stack.enter_context(Side(layout, model))) for layout in SIDES]
+        for run in range(runs + 1):  # the first is a warm-up
+            for length in lengths:
+                tokens = [rng.randrange(VOCABULARY) for _ in range(length)]
+                for state in ("cold", "cached"):
+                    kept = raw.setdefault(f"{length} {state}", {})
+                    for name, side in sides[run % 3 :] + sides[: run % 3]:
+                        took = side.prefill(tokens, f"{run}/{length}/{state}")
+                        if run:
+                            kept.setdefault(name, []).append(took["total"])
+                            kept.setdefault(f"{name} own", []).append(took["own"])
     return raw
 
 
@@ -161,23 +201,23 @@ def summary(raw: dict[str, dict[str, list[float]]]) -> list[dict[str, Scalar]]:
     """A row for each length and state, in ms."""
     rows: list[dict[str, Scalar]] = []
     for case, times in raw.items():
-        pairs = zip(times["ours"], times["plain"], strict=True)
-        differences = [1e3 * (ours - plain) for ours, plain in pairs]
-        low, middle, high = statistics.quantiles(differences, n=4)
-        plain = 1e3 * statistics.median(times["plain"])
-        own = 1e3 * statistics.median(times["ours own"])
-        rows.append(
-            {
-                "tokens": case,
-                "plain, ms": plain,
-                "with MemServe, ms": 1e3 * statistics.median(times["ours"]),
-                "difference, ms": middle,
-                "lower quartile": low,
-                "upper quartile": high,
-                "MemServe's calls, ms": own,
-                "calls / plain": own / plain,
-            }
-        )
+        plain = times[PLAIN]
+        for layout in SIDES[1:]:
+            pairs = zip(times[layout], plain, strict=True)
+            low, middle, high = statistics.quantiles([1e3 * (us - it) for us, it in pairs], n=4)
+            own = 1e3 * statistics.median(times[f"{layout} own"])
+            rows.append(
+                {
+                    "tokens": case,
+                    "layout": layout,
+                    "plain, ms": 1e3 * statistics.median(plain),
+                    "added, ms": middle,
+                    "lower quartile": low,
+                    "upper quartile": high,
+                    "calls, ms": own,
+                    "calls, % of plain": own / statistics.median(plain) / 10,
+                }
+            )
     return rows
 
 
@@ -200,10 +240,10 @@ def main() -> None:
             "kv_bytes": KV_BYTES,
         },
         metrics={
-            f"{row['tokens']}: {name}": value
+            f"{row['tokens']}, {row['layout']}: {name}": value
             for row in rows
             for name, value in row.items()
-            if name != "tokens"
+            if name not in ("tokens", "layout")
         },
         raw=raw,
         out=options.out,

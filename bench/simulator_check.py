@@ -4,13 +4,14 @@
 
 Starts `memserve up --mode 1P1D-CC`, on CPU with a core of its own for each instance. Single
 requests and fixed batches tell the costs of prefills, decode steps and the front end, from the
-requests' own timelines; the operators' model of `core/cost_model.py` is fitted to them. Then a load
-of sessions runs for real, and through `memserve/simulator` with these costs, and the means are
-compared. Each run has its own arrivals and texts.
+requests' own timelines, before and after every load; the operators' model of `core/cost_model.py`
+is fitted to them. Loads of sessions run for real, and through `memserve/simulator` with these
+costs, and the means are compared. Each load has its own arrivals and texts.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
 import time
@@ -81,8 +82,56 @@ MACHINES = {
 }
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """What single requests and fixed batches took, at one time."""
+
+    prefills: list[PrefillSample]
+    decodes: list[DecodeSample]
+    front_end_s: float
+
+
 def main() -> None:
     """Measure, fit, run, simulate, compare."""
+    args, machine = _arguments()
+    run = asyncio.run(measure(machine, args.model, args.runs))
+    profile = fit(machine, run.probes)
+    front_end_s = statistics.median(found.front_end_s for found in run.probes)
+    simulated = [
+        simulate(machine, profile, calls, run.blocks, front_end_s) for calls, _ in run.loads
+    ]
+    pairs = [(answers, found) for (_, answers), found in zip(run.loads, simulated, strict=True)]
+    rows = [compare(answers, found) for answers, found in pairs]
+    means = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
+    publish(
+        "simulator_check",
+        settings={
+            "mode": MODE,
+            "machine": msgspec.to_builtins(machine),
+            "blocks": run.blocks,
+            "pinned": run.pinned,
+            "front_end_s": front_end_s,
+            "message_s": MESSAGE_S,
+        },
+        metrics=means,
+        raw={
+            "profile": msgspec.to_builtins(profile),
+            "probes": msgspec.to_builtins(run.probes),
+            "runs": rows,
+            "outcomes": [
+                {
+                    "real": msgspec.to_builtins([answer.outcome for answer in answers]),
+                    "simulated": msgspec.to_builtins(found),
+                }
+                for answers, found in pairs
+            ],
+        },
+        out=args.out,
+        rows=[{"run": n, **row} for n, row in enumerate(rows)] + [{"run": "mean", **means}],
+    )
+
+
+def _arguments() -> tuple[argparse.Namespace, Machine]:
+    """What was asked for, and the machine with its changes."""
     arguments = parser(__doc__)
     arguments.add_argument("--device", choices=sorted(MACHINES), default="cpu")
     arguments.add_argument("--model", help="as `memserve up --model`; must have the shape's size")
@@ -96,58 +145,41 @@ def main() -> None:
     machine = msgspec.structs.replace(
         machine, **{name: value for name, value in changes.items() if value is not None}
     )
-    flags = ["--mode", MODE, *machine.flags]
-    if args.model is not None:
-        flags += ["--model", args.model]
+    return args, machine
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """A real cluster's answers."""
+
+    blocks: int
+    pinned: dict[str, int]
+    probes: list[Probe]
+    loads: list[tuple[list[Call], list[Answer]]]
+
+
+async def measure(machine: Machine, model: str | None, runs: int) -> Measured:
+    """Start a cluster, probe it, run the loads, stop it."""
+    flags = ["--mode", MODE, *machine.flags, *(["--model", model] if model is not None else [])]
     with serving(flags, machine.settings) as url:
-        pinned = pin_instances(url) if args.device == "cpu" else {}
-        asyncio.run(_warm_up(url))
-        prefills, front_end_s = asyncio.run(measure_prefills(url, machine.prefills))
-        decodes = asyncio.run(measure_decodes(url, machine.decodes))
-        profile = fit(machine, prefills, decodes)
-        status = get(f"{url}/v1/status")
-        blocks = status["instances"][0]["stats"]["total_blocks"]
-        pairs = []
-        for seed in range(args.runs):
+        pinned = pin_instances(url) if machine.name == "cpu" else {}
+        await _warm_up(url)
+        probes = [await probe(url, machine)]
+        blocks = get(f"{url}/v1/status")["instances"][0]["stats"]["total_blocks"]
+        loads = []
+        for seed in range(runs):
             calls = make_load(machine, seed)
-            answers = asyncio.run(play(url, calls))
-            simulated = simulate(machine, profile, calls, blocks, front_end_s)
-            pairs.append((answers, simulated))
-    rows = [compare(real, simulated) for real, simulated in pairs]
-    means = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
-    publish(
-        "simulator_check",
-        settings={
-            "mode": MODE,
-            "device": args.device,
-            "rate": machine.rate,
-            "requests": machine.requests,
-            "load": msgspec.to_builtins(machine.load),
-            "blocks": blocks,
-            "pinned": pinned,
-            "front_end_s": front_end_s,
-            "message_s": MESSAGE_S,
-        },
-        metrics=means,
-        raw={
-            "profile": msgspec.to_builtins(profile),
-            "prefills": msgspec.to_builtins(prefills),
-            "decodes": msgspec.to_builtins(decodes),
-            "runs": rows,
-            "outcomes": [
-                {
-                    "real": msgspec.to_builtins([answer.outcome for answer in real]),
-                    "simulated": msgspec.to_builtins(simulated),
-                }
-                for real, simulated in pairs
-            ],
-        },
-        out=args.out,
-        rows=[{"run": n, **row} for n, row in enumerate(rows)] + [{"run": "mean", **means}],
-    )
+            loads.append((calls, await play(url, calls)))
+            probes.append(await probe(url, machine))
+    return Measured(blocks, pinned, probes, loads)
 
 
 # ── what the costs are ────────────────────────────────────────────────────────────────────────
+
+
+async def probe(url: str, machine: Machine) -> Probe:
+    """Measured before and after every load: a machine is not equally fast all the time."""
+    prefills, front_end_s = await measure_prefills(url, machine.prefills)
+    return Probe(prefills, await measure_decodes(url, machine.decodes), front_end_s)
 
 
 def _call(name: object, tokens: int, reply: int, head: tuple[Piece, ...] = ()) -> Call:
@@ -220,15 +252,15 @@ async def measure_decodes(url: str, points: Iterable[tuple[int, int]]) -> list[D
     return samples
 
 
-def fit(
-    machine: Machine, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]
-) -> Profile:
+def fit(machine: Machine, probes: Sequence[Probe]) -> Profile:
     """The built-in operators, scaled to what was measured."""
     shape = setup.MODELS.get(machine.shape)
     if shape is None:
         options = setup.Options(model=machine.shape, device=machine.name)
         shape = setup.costs(options).profile.shape
     base = built_in(shape, machine.name, model=machine.shape)
+    prefills = [sample for found in probes for sample in found.prefills]
+    decodes = [sample for found in probes for sample in found.decodes]
     step = fit_decodes(base, fit_prefills(base, prefills), decodes)
     return msgspec.structs.replace(base, step=step, source="fitted by bench/simulator_check.py")
 

@@ -21,7 +21,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from bench._report import parser, publish
@@ -36,7 +36,7 @@ from memserve.messages import (
     Transmit,
 )
 from memserve.types import Geometry, InstanceId, Namespace, RequestId, TransferId
-from memserve.workers.engine_pool import EnginePool
+from memserve.workers.engine_pool import EnginePool, resume_hashing
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.shm import open_shm
 from memserve.workers.mempool import MemPool
@@ -75,7 +75,9 @@ class Side:
         self.buffer = KvBuffer.create(NUM_BLOCKS * LAYERS * PAGE_BYTES)
         hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
-        def make_request(tokens: Sequence[int], namespace: Namespace) -> Request:
+        def make_request(
+            tokens: Sequence[int], namespace: Namespace, known_hashes: Sequence[BlockHash] = ()
+        ) -> Request:
             return Request(
                 request_id="key",
                 prompt_token_ids=list(tokens),
@@ -83,7 +85,7 @@ class Side:
                 pooling_params=None,
                 arrival_time=0.0,
                 cache_salt=namespace.cache_salt,
-                block_hasher=hasher,
+                block_hasher=resume_hashing(hasher, known_hashes),
             )
 
         pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_SIZE)

@@ -68,6 +68,22 @@ VARIANTS = ("small", "tiered", "whole", "uncached")
 _DEADLINE_S = 900.0
 
 
+class Request(msgspec.Struct):
+    """A call, with its tokens: what was generated meanwhile takes the place of earlier replies."""
+
+    session: str
+    prompt: list[tuple[int | None, list[int]]]
+    """Pieces: the key of those that may be replies, and tokens."""
+    reply: int
+    """Its key."""
+    reply_tokens: int
+
+    @classmethod
+    def of(cls, call: Call) -> Request:
+        pieces = [(_key_of(piece), tokens_of(piece)) for piece in call.prompt]
+        return cls(call.session, pieces, call.reply.key, call.reply.length)
+
+
 class Job(msgspec.Struct):
     """What a child process is told."""
 
@@ -80,7 +96,7 @@ class Job(msgspec.Struct):
     is_cached: bool
     concurrency: int
     num_threads: int
-    calls: list[Call]
+    requests: list[Request]
 
 
 class Answer(msgspec.Struct):
@@ -157,10 +173,10 @@ class Driver:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._queue = deque(enumerate(job.calls))
+        self._queue = deque(enumerate(job.requests))
         self._generated: dict[int, list[int]] = {}
         """Key of a reply → what the engine generated for it."""
-        self._running: dict[str, tuple[int, Call]] = {}
+        self._running: dict[str, tuple[int, Request]] = {}
         self._commands: deque[AnyCommand] = deque()
         self._outputs: dict[int, list[int]] = {}
         self._prompts: dict[int, int] = {}
@@ -191,8 +207,8 @@ class Driver:
                     index = self._running[output.request_id][0]
                     self._outputs.setdefault(index, []).extend(output.token_ids)
             case Finished():
-                index, call = self._running.pop(event.request_id)
-                self._generated[call.reply.key] = self._outputs[index]
+                index, request = self._running.pop(event.request_id)
+                self._generated[request.reply] = self._outputs[index]
                 self._commands.append(Abort(epoch=1, request_id=event.request_id))
             case Audited():
                 self.audited = event
@@ -221,7 +237,7 @@ class Driver:
 
     def answer(self) -> Answer:
         assert self.audited is not None
-        indices = range(len(self._job.calls))
+        indices = range(len(self._job.requests))
         return Answer(
             prompt_tokens=[self._prompts[i] for i in indices],
             cached_tokens=[self._cached[i] for i in indices],
@@ -247,33 +263,32 @@ class Driver:
 
     def _fill(self) -> None:
         """Send the next calls whose sessions are free."""
-        busy = {call.session for _, call in self._running.values()}
-        skipped: list[tuple[int, Call]] = []
+        busy = {request.session for _, request in self._running.values()}
+        skipped: list[tuple[int, Request]] = []
         while self._queue and len(self._running) < self._job.concurrency:
-            index, call = self._queue.popleft()
-            if call.session in busy:
-                skipped.append((index, call))
+            index, request = self._queue.popleft()
+            if request.session in busy:
+                skipped.append((index, request))
                 continue
-            busy.add(call.session)
-            self._send(index, call)
+            busy.add(request.session)
+            self._send(index, request)
         self._queue.extendleft(reversed(skipped))
         if not self._queue and not self._running and not self._commands and not self.audited:
             self._commands.append(Audit(epoch=1, audit_id=1))
 
-    def _send(self, index: int, call: Call) -> None:
+    def _send(self, index: int, request: Request) -> None:
         tokens: list[int] = []
-        for piece in call.prompt:
-            known = self._generated.get(piece.key) if isinstance(piece, Piece) else None
-            tokens += known or tokens_of(piece)
+        for key, recorded in request.prompt:
+            tokens += recorded if key is None else self._generated.get(key, recorded)
         self._prompts[index] = len(tokens)
         request_id = RequestId(f"call {index}")
-        self._running[request_id] = (index, call)
+        self._running[request_id] = (index, request)
         self._commands.append(
             Prefill(
                 epoch=1,
                 request_id=request_id,
                 attempt=1,
-                request=_request(call.reply.length),
+                request=_request(request.reply_tokens),
                 known_tokens=0,
                 token_ids=tokens,
                 whole=True,
@@ -385,7 +400,7 @@ def measure(load: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
                     is_cached=variant != "uncached",
                     concurrency=options.concurrency,
                     num_threads=options.threads,
-                    calls=calls,
+                    requests=[Request.of(call) for call in calls],
                 ),
                 Path(folder),
             )

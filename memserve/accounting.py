@@ -53,6 +53,7 @@ class Members:
         max_running: int,
         max_queued_tokens: int,
     ) -> None:
+        self._cost = cost
         self.loads = Loads(roles, cost)
         """For the policy to read."""
         self.pending = Pending(list(roles))
@@ -62,6 +63,8 @@ class Members:
         self._num_open: Counter[Role] = Counter()
         self._members: dict[InstanceId, _Member] = {}
         self._charges: dict[RequestId, tuple[_Charge, ...]] = {}
+        self._alone: dict[Seat, tuple[RequestId, float]] = {}
+        """Who has had an instance for itself since when: its prefill can be timed."""
 
     @property
     def instances(self) -> KeysView[InstanceId]:
@@ -91,6 +94,7 @@ class Members:
             return False
         member = self._members.pop(seat.instance)
         self._num_open[member.role] -= self._is_open(seat.instance)
+        self._alone.pop(seat, None)
         self.loads.end(seat.instance)
         return True
 
@@ -104,19 +108,38 @@ class Members:
         if not _is_prefilling(lifecycle):
             self.pending.remove(lifecycle.spec.id)
         before = self._charges.pop(lifecycle.spec.id, ())
-        after = _charges(lifecycle, missing_tokens, prefill_s)
+        after = _charges(lifecycle, missing_tokens, prefill_s, self._cost)
         if after:
             self._charges[lifecycle.spec.id] = after
         if after == before:
             return
         for charge in before:
             if charge.seat in self:
+                self._observe(lifecycle, charge.seat, now)
                 self.loads.remove(charge.seat.instance, charge.share, now)
                 self._reckon(charge.seat.instance)
         for charge in after:
             if charge.seat in self:
+                self._note_alone(lifecycle.spec.id, charge, now)
                 self.loads.add(charge.seat.instance, charge.share, now)
                 self._reckon(charge.seat.instance)
+
+    def _note_alone(self, request_id: RequestId, charge: _Charge, now: float) -> None:
+        is_alone = not self.loads.num_requests[self.loads.slots[charge.seat.instance]]
+        self._alone.pop(charge.seat, None)
+        if is_alone and charge.share.prefill_s:
+            self._alone[charge.seat] = request_id, now
+
+    def _observe(self, lifecycle: RequestLifecycle, seat: Seat, now: float) -> None:
+        """Tell the cost model how long a prompt took that nothing else was computed beside."""
+        request_id, since = self._alone.pop(seat, (None, 0.0))
+        plan, cached_tokens = lifecycle.plan, lifecycle.cached_tokens
+        is_told = request_id == lifecycle.spec.id and lifecycle.is_prompt_computed
+        if not is_told or plan is None or plan.fetch is not None or cached_tokens is None:
+            return
+        if lifecycle.attempt == 1:
+            num_tokens = len(lifecycle.spec.prompt_token_ids)
+            self._cost.observe(num_tokens, cached_tokens, now - since)
 
     def check_integrity(self, lifecycles: Mapping[RequestId, RequestLifecycle]) -> None:
         """Raises: AssertionError if the loads are not those of these requests, at their phases."""
@@ -163,7 +186,7 @@ def _is_prefilling(lifecycle: RequestLifecycle) -> bool:
 
 
 def _charges(
-    lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float
+    lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float, cost: CostModel
 ) -> tuple[_Charge, ...]:
     plan = lifecycle.plan
     if plan is None or lifecycle.is_client_done:
@@ -172,7 +195,11 @@ def _charges(
     running = Share(context_tokens)
     prefilling = Share(context_tokens, prefill_s, missing_tokens)
     if lifecycle.phase not in _FIRST_PHASES:
-        return (_Charge(plan.decode or plan.first, running),)
+        seat = plan.decode or plan.first
+        if not lifecycle.is_decode_cold:
+            return (_Charge(seat, running),)
+        cold = Share(context_tokens, cost.exec_s(context_tokens))
+        return (_Charge(seat, cold),)
     first = _Charge(plan.first, prefilling if _is_prefilling(lifecycle) else running)
     return (first,) if plan.decode is None else (first, _Charge(plan.decode, running))
 

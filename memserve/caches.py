@@ -108,7 +108,8 @@ class Caches:
         """Compare the tree with these instances' own indexes; a guess is not compared.
 
         Each future gets a line per kind of difference. It may stay pending if the instance does
-        not answer, and is cancelled if it is lost.
+        not answer, and is cancelled if it is lost. Time, when an answer comes: what the instance
+        holds, in one go; for audits.
         """
         checks: dict[InstanceId, asyncio.Future[list[str]]] = {}
         for seat in seats:
@@ -131,10 +132,12 @@ class Caches:
         self._send(seat, SendSnapshot(epoch=seat.epoch))
 
     def _follower(self, seat: Seat) -> CacheFollower | None:
-        """Of this life; made when it is first heard of."""
+        """Of this life; made when it is first heard of. None for a life that is over."""
         if not isinstance(self._tree, FollowingTree):
             return None
         known, follower = self._followers.get(seat.instance, (None, None))
+        if known is not None and known.epoch > seat.epoch:
+            return None
         if follower is None or known != seat:
             if known is not None:
                 self.lost(seat.instance)

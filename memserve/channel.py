@@ -8,6 +8,7 @@ file in the run directory, which is private to the user (0700).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,9 @@ from memserve.messages import AnyCommand, AnyEvent, decode_event, encode
 from memserve.types import InstanceId
 
 logger = logging.getLogger(__name__)
+
+_BURST = 8
+"""Events that are taken in one turn of the event loop at most."""
 
 
 def identity(seat: Seat) -> bytes:
@@ -68,8 +72,8 @@ class Hub:
             logger.debug("%s is not connected: %s", seat, error)
 
     async def serve(self) -> None:
-        """Receive until cancelled."""
-        while True:
+        """Receive until cancelled. However much comes at once, other tasks have their turns."""
+        for number in itertools.count(1):
             sender, frame = await self._socket.recv_multipart()
             try:
                 seat, event = parse_identity(sender), decode_event(frame)
@@ -77,6 +81,8 @@ class Hub:
                 logger.error("dropped a message from %r: %s", sender, error)
                 continue
             self._on_event(seat, event)
+            if number % _BURST == 0:  # what has arrived already is received without waiting
+                await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Close the socket and forget what was not sent."""

@@ -64,6 +64,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     heartbeat_timeout_s: float
     max_restarts: int
     restart_window_s: float
+    may_fetch: bool
+    """Whether any instance may fetch from any other; else KV goes between P and D only."""
     audit_timeout_s: float = 10.0
 
 
@@ -272,9 +274,12 @@ class ClusterManager:
         self._announce_if_linked(instance)
 
     def _partners(self, instance: _Instance) -> list[_Instance]:
-        """Those it exchanges KV with: P with D."""
+        """Those it exchanges KV with."""
+        others = [i for i in self._instances.values() if i is not instance and i.is_up]
+        if self._settings.may_fetch:
+            return others
         pair = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(instance.role)
-        return [i for i in self._instances.values() if i.role is pair and i.is_up]
+        return [other for other in others if other.role is pair]
 
     def _introduce(self, to: _Instance, newcomer: _Instance) -> None:
         assert newcomer.ready is not None

@@ -41,7 +41,6 @@ from memserve.config import (
 )
 from memserve.core.cost_model import CostModel
 from memserve.core.gpu_plan import describe_plan
-from memserve.core.policy import Fetching, Split
 from memserve.core.timeline import RequestTimeline
 from memserve.core.vocabulary import Seat
 from memserve.engine_args import visible_gpus
@@ -51,7 +50,8 @@ from memserve.loras import engine_arguments, find_loras
 from memserve.messages import AnyEvent, Audited, Heartbeat, LinkReady, Ready, StartFailed
 from memserve.models import resolve_model
 from memserve.progress import Progress
-from memserve.scheduler import GlobalScheduler, SchedulerSettings
+from memserve.scheduler import GlobalScheduler
+from memserve.scheduler_settings import scheduler_settings
 from memserve.status import AuditReport, Snapshot
 from memserve.tui import live_view
 from memserve.types import InstanceId, Lora, RequestId, Role
@@ -201,23 +201,7 @@ class Orchestrator:
         hub.open()
         roles = dict(self._mode.instances())
         self._scheduler = GlobalScheduler(
-            SchedulerSettings(
-                caching=self._caching,
-                max_attempts=config.scheduler.max_attempts,
-                max_waiting=config.scheduler.max_waiting,
-                wait_timeout_s=config.scheduler.wait_timeout_s,
-                max_running=config.scheduler.max_running,
-                max_queued_tokens=config.scheduler.max_queued_tokens,
-                timeline_requests=config.scheduler.timeline_requests,
-                freshness=config.scheduler.freshness,
-                tree_ttl_s=config.scheduler.tree_ttl_s,
-                tree_max_blocks=config.scheduler.tree_max_blocks,
-                reservation_s=config.transfer.reservation_s,
-                policy=config.scheduler.policy,
-                split=Split(config.scheduler.split),
-                fetching=Fetching(config.scheduler.fetch),
-                link=_LINKS[config.cluster.device],
-            ),
+            scheduler_settings(config, self._caching, _LINKS[config.cluster.device]),
             roles,
             hub.send,
             time.monotonic,
@@ -268,6 +252,7 @@ class Orchestrator:
                 heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
                 max_restarts=config.cluster.max_restarts,
                 restart_window_s=config.cluster.restart_window_s,
+                may_fetch=self._caching.prefill_keeps,
             ),
             roles,
             make_spec,

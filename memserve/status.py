@@ -57,7 +57,7 @@ class Counters(msgspec.Struct, frozen=True):
     submitted: int
     running: int
     waiting: int
-    """Not placed yet: no instance of a needed role is ready."""
+    """Not placed yet: no instance of a needed role is ready and has room."""
     finished: int
     cancelled: int
     failed: int

@@ -63,17 +63,18 @@ MAY_IMPORT: dict[str, str] = {
     "workers": "changes core errors messages ops types workers",
     "workers.environment": "",
     "workers.spec": "core.cost_model errors messages types",
+    "scheduler_settings": "config core scheduler types",
     # the scheduler over simulated instances: a worker's books, without its engine and its wires
     "simulator": (
-        "changes config core errors messages scheduler simulator types units"
+        "changes config core errors messages scheduler scheduler_settings simulator types units"
         " workers.index_reports workers.links.base workers.mempool workers.pools workers.records"
         " workers.transfer"
     ),
     # what joins them
     "orchestrator": (
         "channel cluster config core engine_args errors frontend loras messages models profiles"
-        " progress"
-        " scheduler status tui types units workers.environment workers.spec"
+        " progress scheduler scheduler_settings status tui types units workers.environment"
+        " workers.spec"
     ),
     "cli": (
         "calibration config config_text core.mode engine_args errors models orchestrator progress"

@@ -10,8 +10,10 @@ and, where another instance s holds more, y' of them, the fetched form
     max(queue(p), fetch) + exec(x, y')                 fetch = wait(s, p) + transfer(y' - y)
 
 whichever is less: what is fetched travels while p's queue is worked off. `wait` is what the links
-of both have under way, and half of the steps that their engines are in, since commands are served
-between steps. So a hot prefix finds a second home as soon as queueing costs more than fetching.
+of both have under way, and steps of their engines: commands are served, and links looked after,
+between steps. p reserves, and s begins, after the rest of a step; s sees a step later that all is
+sent (a link that copies in s's own thread is done at once, but takes a turn for each portion). So a
+hot prefix finds a second home as soon as queueing costs more than fetching.
 
 An instance that generates adds to its steps, for all of its n requests:
 
@@ -25,12 +27,8 @@ then to the emptiest pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from memserve.core.cost_model import CostModel
 from memserve.core.loads import Bools, Counts, Loads, Seconds
@@ -48,8 +46,11 @@ _TIE = 0.01
 _TIE_S = 50e-6
 """Differences below these (relative, seconds) are no reason: no prediction is that good."""
 _FEW = 128
-_SHOWN = 4
+_MOST = np.iinfo(np.int64).max
+_SHOWN = 3
 """Candidates of each kind that a reason shows."""
+_PORTION_BYTES = 32 << 20
+"""What a link that copies in the engine's thread copies between two steps (`links/shm.py`)."""
 _ROUND_TRIPS_S = 1e-3
 """Of a fetch: reserving and ordering, over the control channel."""
 
@@ -60,9 +61,14 @@ class _Firsts(msgspec.Struct):
     cached: Counts
     queue_s: Seconds
     exec_s: Seconds
+    num_waiting: Counts
+    """Requests that wait while the prompt is computed: its own, and those that generate there."""
     total_s: Seconds
-    turn_s: Seconds
-    """Until its engine comes to serving a command, on average."""
+    """For all of them."""
+    step_s: Seconds
+    """Of its engine, in which no command is served."""
+    rest_s: Seconds
+    """Of the step that it is in, as far as one can tell."""
     fetch_s: Seconds
     fetched: Counts
     """Tokens that will be there after a fetch; 0: it does not pay."""
@@ -82,6 +88,7 @@ class CostPolicy:
         cost.transfer_s(1, link)
         self._cost = cost
         self._link = cost.profile.links[link]
+        self._is_in_turn = link == "shm"
         self._split = split
         self._whole_on_decode = is_calibrated
         self._token_bytes = cost.kv_bytes(1)
@@ -96,8 +103,7 @@ class CostPolicy:
         is_fetched = firsts.fetched > 0
         first, decode, least_s = -1, None, np.inf
         if can.whole.any():
-            stall_s = (loads.num_requests - loads.num_prefills) * firsts.exec_s
-            whole_s = firsts.total_s + stall_s + load_s
+            whole_s = firsts.total_s + load_s
             first = _least(whole_s, _preferred(can.whole, has_room), loads, is_fetched)
             least_s = whole_s[first]
         if can.prefill.any():
@@ -115,15 +121,18 @@ class CostPolicy:
         cached = demand.found()
         queue_s = loads.queue_s(demand.now)
         exec_s = self._exec_s(demand, cached)
-        chunk_s = np.minimum(queue_s, self._cost.exec_s(self._chunk_tokens))
-        is_decoding = loads.num_requests > loads.num_prefills
+        chunk_s = self._cost.exec_s(self._chunk_tokens)
+        num_decoding = loads.num_requests - loads.num_prefills
+        decode_s = np.where(num_decoding > 0, loads.step_s, 0.0)
         count = len(cached)
         firsts = _Firsts(
             cached=cached,
             queue_s=queue_s,
             exec_s=exec_s,
-            total_s=queue_s + exec_s,
-            turn_s=(chunk_s + np.where(is_decoding, loads.step_s, 0.0)) / 2,
+            num_waiting=num_decoding + 1,
+            total_s=queue_s + exec_s * (num_decoding + 1),
+            step_s=np.minimum(queue_s, chunk_s) + decode_s,
+            rest_s=np.minimum(queue_s, chunk_s / 2) + decode_s / 2,
             fetch_s=np.zeros(count),
             fetched=np.zeros(count, np.int64),
             source=np.zeros(count, np.int64),
@@ -139,7 +148,7 @@ class CostPolicy:
     def _exec_s(self, demand: Demand, cached: Counts) -> Seconds:
         """exec(x, y); with KV in DRAM, swapping it in or computing it, whichever is less."""
         exec_s = self._exec_cached_s(demand.num_tokens, cached)
-        for slot in np.flatnonzero(demand.dram_tokens).tolist():
+        for slot in demand.dram_tokens.nonzero()[0].tolist():
             in_dram = int(demand.dram_tokens[slot])
             swap_s = self._cost.swap_in_s(in_dram * self._token_bytes)
             in_hbm = max(int(cached[slot]) - in_dram, 0)
@@ -162,13 +171,13 @@ class CostPolicy:
 
     def _sources(self, usable: Counts, loads: Loads) -> list[int]:
         """Who holds most (of those, who sends least), and an idler one if that is busy."""
-        most = int(usable.max(initial=0))
+        most = int(usable[usable.argmax()])
         if most == 0:
             return []
-        best = _argmin(np.where(usable == most, loads.sending_bytes, np.iinfo(np.int64).max))
+        best = _argmin(np.where(usable == most, loads.sending_bytes, _MOST))
         if not loads.sending_bytes[best]:
             return [best]
-        idlest = np.where(2 * usable >= most, loads.sending_bytes, np.iinfo(np.int64).max)
+        idlest = np.where(2 * usable >= most, loads.sending_bytes, _MOST)
         other = _argmin(idlest)
         return [best] if other == best else [best, other]
 
@@ -179,12 +188,17 @@ class CostPolicy:
         missing = num_tokens - firsts.cached
         under_way = np.maximum(loads.sending_bytes[source], loads.receiving_bytes)
         size_bytes = np.maximum(missing, 0) * self._token_bytes + under_way
-        fetch_s = _ROUND_TRIPS_S + firsts.turn_s[source] + firsts.turn_s + self._link.fixed_s
-        fetch_s = fetch_s + size_bytes / self._link.bytes_per_s
+        step_s = float(firsts.step_s[source])
+        fixed_s = _ROUND_TRIPS_S + float(firsts.rest_s[source]) + self._link.fixed_s
+        fetch_s = fixed_s + firsts.rest_s + size_bytes / self._link.bytes_per_s
+        if step_s:
+            turns = size_bytes // _PORTION_BYTES if self._is_in_turn else 1
+            fetch_s = fetch_s + turns * step_s
         exec_s = self._cost.exec_s(demand.num_tokens, num_tokens)
-        total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s
+        total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s * firsts.num_waiting
         pays = (missing > 0) & (total_s < firsts.total_s)
-        pays[source] = False
+        if not pays.any():
+            return
         np.copyto(firsts.total_s, total_s, where=pays)
         np.copyto(firsts.fetch_s, fetch_s, where=pays)
         np.copyto(firsts.fetched, num_tokens, where=pays)
@@ -235,54 +249,36 @@ class CostPolicy:
         decode: int | None,
     ) -> Detail:
         """The chosen ones and the best others of each kind, with their terms."""
-        computing = _best(firsts.total_s, can.whole | can.prefill, first)
-        generating = _best(load_s, can.decode & ~can.whole, decode)
         names = loads.instances
-        candidates: list[dict[str, Number]] = [
-            {
+        candidates: list[dict[str, Number]] = []
+        for slot in _best(firsts.total_s, can.whole | can.prefill, first):
+            terms: dict[str, Number] = {
                 "instance": names[slot],
-                "cached_tokens": cached,
-                "queue_s": round(queue_s, 6),
-                "exec_s": round(exec_s, 6),
-                "total_s": round(total_s, 6),
-                **({"load_s": round(added_s, 6)} if decode is None else {}),
-                **(
-                    {
-                        "fetch_from": names[source],
-                        "fetch_tokens": fetched,
-                        "fetch_s": round(fetch_s, 6),
-                    }
-                    if fetched
-                    else {}
-                ),
+                "cached_tokens": firsts.cached.item(slot),
+                "queue_s": round(firsts.queue_s.item(slot), 6),
+                "exec_s": round(firsts.exec_s.item(slot), 6),
+                "total_s": round(firsts.total_s.item(slot), 6),
             }
-            for slot, cached, queue_s, exec_s, total_s, added_s, source, fetched, fetch_s in _rows(
-                computing,
-                firsts.cached,
-                firsts.queue_s,
-                firsts.exec_s,
-                firsts.total_s,
-                load_s,
-                firsts.source,
-                firsts.fetched,
-                firsts.fetch_s,
+            if decode is None:
+                terms["load_s"] = round(load_s.item(slot), 6)
+            if fetched := firsts.fetched.item(slot):
+                terms["fetch_from"] = names[firsts.source.item(slot)]
+                terms["fetch_tokens"] = fetched
+                terms["fetch_s"] = round(firsts.fetch_s.item(slot), 6)
+            candidates.append(terms)
+        generating = can.decode & ~can.whole
+        for slot in _best(load_s, generating, decode) if generating.any() else ():
+            cached_tokens = demand.cached_tokens.item(slot)
+            added_s = round(load_s.item(slot), 6)
+            candidates.append(
+                {"instance": names[slot], "cached_tokens": cached_tokens, "load_s": added_s}
             )
-        ]
-        candidates += [
-            {"instance": names[slot], "cached_tokens": cached, "load_s": round(added_s, 6)}
-            for slot, cached, added_s in _rows(generating, demand.cached_tokens, load_s)
-        ]
         return {
             "policy": self.name,
             "tokens": demand.num_tokens,
             "expected_tokens": demand.expected_tokens,
             "candidates": candidates,
         }
-
-
-def _rows(slots: list[int], *arrays: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
-    """(slot, its value in each array), as plain numbers."""
-    return zip(slots, *(array[slots].tolist() for array in arrays), strict=True)
 
 
 def _argmin(values: Seconds | Counts) -> int:
@@ -298,8 +294,8 @@ def _preferred(mask: Bools, wish: Bools) -> Bools:
 def _least(seconds: Seconds, mask: Bools, loads: Loads, is_fetched: Bools | None = None) -> int:
     """The least of the masked ones; near ties as the module says."""
     masked = np.where(mask, seconds, np.inf)
-    least = float(masked.min())
-    close = np.flatnonzero(masked <= least * (1 + _TIE) + _TIE_S)
+    least = float(masked[masked.argmin()])
+    close = (masked <= least * (1 + _TIE) + _TIE_S).nonzero()[0]
     if len(close) == 1:
         return int(close[0])
     ranks = [close, -loads.empty_tokens[close], loads.num_requests[close]]  # the last counts first
@@ -310,7 +306,7 @@ def _least(seconds: Seconds, mask: Bools, loads: Loads, is_fetched: Bools | None
 
 def _best(seconds: Seconds, mask: Bools, chosen: int | None) -> list[int]:
     """The chosen one, and a few of the masked ones with the least seconds."""
-    slots = np.flatnonzero(mask)
+    slots = mask.nonzero()[0]
     if len(slots) > _SHOWN:
         slots = slots[np.argpartition(seconds[slots], _SHOWN)[:_SHOWN]]
     order: list[int] = slots[np.argsort(seconds[slots], kind="stable")].tolist()

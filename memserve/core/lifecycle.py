@@ -135,6 +135,8 @@ class RequestLifecycle:
         self.is_client_done = False
         self.is_prompt_computed = False
         """In the present attempt: its prefill has ended, or given the first token."""
+        self.is_decode_cold = False
+        """D got no KV, and computes the prompt itself at the moment."""
         self._limits = limits
         self._known: dict[Seat, int] = {}
         """Who has to forget the request, and how many of its tokens they were told."""
@@ -164,7 +166,7 @@ class RequestLifecycle:
             plan = msgspec.structs.replace(plan, decode=None, returns=False)
         self.plan = plan
         self.attempt += 1
-        self.is_prompt_computed = False
+        self.is_prompt_computed = self.is_decode_cold = False
         self._is_decode_lost = False
         return self._prefill(plan) if plan.fetch is None else self._fetch(plan, plan.fetch)
 
@@ -252,6 +254,7 @@ class RequestLifecycle:
             and instance == plan.decode.instance
             and self.phase is Phase.DECODE
         ):
+            self.is_decode_cold = False
             return self._pass_on(plan.decode, output, says_prompt=False)
         return []
 
@@ -555,6 +558,7 @@ class RequestLifecycle:
     def _decode_cold(self, decode: Seat) -> list[Action]:
         """D computes the prompt itself; P's pin has no more use."""
         assert self.plan is not None
+        self.is_decode_cold = True
         return [*self._release(self.plan.first), *self._decode(decode)]
 
     def _decode(self, decode: Seat) -> list[Action]:

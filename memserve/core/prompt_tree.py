@@ -96,7 +96,9 @@ class PromptTree:
             start += size
             if not is_whole:
                 break
-        return Match(self._slots, blocks * self.block_size, dram * self.block_size, last)
+        blocks *= self.block_size
+        dram *= self.block_size
+        return Match(self._slots, blocks, dram, last)
 
     def use(self, match: Match, now: float) -> None:
         """A request is served from what was matched: it goes last when the tree is full."""

@@ -72,11 +72,8 @@ def simulate(
     from memserve.simulator.simulation import Simulation
 
     flags = {"scheduler.policy": ("--policy", policy), "scheduler.split": ("--split", split)}
-    settings = config.load(
-        flags={key: (flag, text) for key, (flag, text) in flags.items() if text is not None},
-        assignments=assignments,
-        environ=os.environ,
-    )
+    given = {key: (flag, text) for key, (flag, text) in flags.items() if text is not None}
+    settings = config.load(flags=given, assignments=assignments, environ=os.environ)
     options = _options(values)
     costs = setup.costs(options)
     calls = setup.load(options)
@@ -90,12 +87,11 @@ def simulate(
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
         return
+    geometry = cluster.hardware.geometry
+    title = f"{cluster.mode} · {costs.profile.model} on {costs.profile.device} ({costs.source})"
     console = Console()
-    hardware = cluster.hardware
     console.print(
-        f"{cluster.mode} · {costs.profile.model} on {costs.profile.device} ({costs.source}) · "
-        f"{hardware.geometry.num_blocks:,} blocks of {hardware.geometry.block_size}",
-        highlight=False,
+        f"{title} · {geometry.num_blocks:,} blocks of {geometry.block_size}", soft_wrap=True
     )
     report.show(summary, result, console)
 

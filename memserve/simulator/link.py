@@ -1,7 +1,9 @@
 """A link between two simulated instances: takes time, moves nothing.
 
 Each instance has one way out and one way in, at the bandwidth of the profile's link; what goes to
-or comes from several peers at once takes turns. Collaborators: `workers/transfer.py` uses it as any
+or comes from several peers at once takes turns. A link of `COPYING` kind is worked by the sender's
+own thread, which computes nothing meanwhile; others work beside it, and their end is noticed
+between two steps. Collaborators: `workers/transfer.py` uses it as any
 other link; `worker.py` makes it.
 """
 
@@ -15,14 +17,17 @@ from memserve.simulator.clock import EventQueue
 from memserve.types import BlockId, TransferId
 from memserve.workers.links.base import Completion
 
+COPYING = frozenset({"shm"})
+"""Kinds of links that copy in the engine's thread (`workers/links/shm.py`)."""
+
 
 class Ways:
-    """Until when an instance's way out and its way in are taken."""
+    """Until when an instance's way out and its way in are taken, and its thread by copying."""
 
     def __init__(self) -> None:
         self.out_until = 0.0
         self.in_until = 0.0
-        self.bytes_out = 0
+        self.copies_until = 0.0
 
 
 class _Job(msgspec.Struct):
@@ -68,7 +73,8 @@ class SimulatedLink:
         begin = max(now, self._source.out_until, self._target.in_until)
         end = begin + self._seconds(size_bytes, self.kind)
         self._source.out_until = self._target.in_until = end
-        self._source.bytes_out += size_bytes
+        if self.kind in COPYING:
+            self._source.copies_until = end
         self._jobs.append(_Job(transfer_id, size_bytes, now, end))
         self._queue.at(end, self._wake)
 

@@ -112,8 +112,8 @@ def summarize(result: Result, objectives: Objectives) -> Summary:
         events=result.num_events,
         submit_p50_s=float(np.percentile(submit_s, 50)),
         submit_p99_s=float(np.percentile(submit_s, 99)),
-        scheduler_s=sum(result.work.submit_s) + result.work.events_s,
-        scheduler_events=result.work.num_events,
+        scheduler_s=sum(result.work.submit_s) + sum(result.work.events_s.values()),
+        scheduler_events=sum(result.work.num_events.values()),
     )
 
 

@@ -15,10 +15,9 @@ from memserve.config import Config
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
-from memserve.core.policy import Fetching, Split
 from memserve.core.profile import ModelShape, Profile
 from memserve.errors import ConfigError
-from memserve.scheduler import SchedulerSettings
+from memserve.scheduler_settings import scheduler_settings
 from memserve.simulator import datasets
 from memserve.simulator.engine import EngineLimits
 from memserve.simulator.report import Objectives
@@ -217,25 +216,3 @@ def _kv_bytes(model: CostModel) -> float:
             "more, or another --model or --device",
         )
     return left
-
-
-def scheduler_settings(config: Config, caching: Caching, link: str) -> SchedulerSettings:
-    """As `memserve up` makes them."""
-    scheduler = config.scheduler
-    return SchedulerSettings(
-        caching=caching,
-        max_attempts=scheduler.max_attempts,
-        max_waiting=scheduler.max_waiting,
-        wait_timeout_s=scheduler.wait_timeout_s,
-        max_running=scheduler.max_running,
-        max_queued_tokens=scheduler.max_queued_tokens,
-        timeline_requests=scheduler.timeline_requests,
-        freshness=scheduler.freshness,
-        tree_ttl_s=scheduler.tree_ttl_s,
-        tree_max_blocks=scheduler.tree_max_blocks,
-        reservation_s=config.transfer.reservation_s,
-        policy=scheduler.policy,
-        split=Split(scheduler.split),
-        fetching=Fetching(scheduler.fetch),
-        link=link,
-    )

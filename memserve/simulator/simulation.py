@@ -93,9 +93,9 @@ class Work(msgspec.Struct, frozen=True):
 
     submit_s: list[float]
     """Each submission: look-up, placement, and the first command."""
-    events_s: float
-    """All events together."""
-    num_events: int
+    events_s: dict[str, float]
+    """Answering the instances' events, by their kind."""
+    num_events: dict[str, int]
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -152,8 +152,8 @@ class Simulation:
         self._open: dict[RequestId, Call] = {}
         self._traffic = Traffic()
         self._submit_s: list[float] = []
-        self._events_s = 0.0
-        self._num_events = 0
+        self._events_s: dict[str, float] = {}
+        self._num_events: dict[str, int] = {}
         self._num_arrived = 0
 
     def run(self) -> Result:
@@ -280,8 +280,9 @@ class Simulation:
             self.scheduler.on_stats(seat, event.stats)
         else:
             self.scheduler.on_event(seat, event)  # type: ignore[arg-type]
-        self._events_s += self._stopwatch() - begun
-        self._num_events += 1
+        kind = type(event).__name__
+        self._events_s[kind] = self._events_s.get(kind, 0.0) + self._stopwatch() - begun
+        self._num_events[kind] = self._num_events.get(kind, 0) + 1
 
     def _watch(self, event: AnyEvent) -> None:
         """Count what passes; changes nothing."""

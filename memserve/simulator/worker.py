@@ -144,7 +144,7 @@ class SimulatedWorker:
         self._reports.flush()
 
     def _begin_step(self) -> None:
-        if not self.engine.is_busy:
+        if not self.engine.is_busy or self.ways.copies_until > self._queue.now():
             return
         step = self.engine.plan()
         if step is None and self.transfers.relax():

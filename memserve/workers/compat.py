@@ -38,8 +38,11 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from memserve.errors import ConfigError, RequestError, StartError
 from memserve.types import Geometry, Lora, Namespace
+from memserve.workers.engine_pool import resume_hashing
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import BlockHash
+
     from memserve.workers.connector import ConnectorHost
 
 SUPPORTED_VLLM = "0.32"
@@ -299,8 +302,16 @@ class Engine:
         length: int = self._core.vllm_config.model_config.max_model_len
         return length
 
-    def hash_request(self, token_ids: Sequence[int], namespace: Namespace) -> Request:
-        """A request that is never scheduled: vLLM computes the block hashes of the tokens."""
+    def hash_request(
+        self,
+        token_ids: Sequence[int],
+        namespace: Namespace,
+        known_hashes: Sequence[BlockHash] = (),
+    ) -> Request:
+        """A request that is never scheduled: vLLM computes the block hashes of the tokens.
+
+        `known_hashes`: of the first blocks, from before; the others are chained to them.
+        """
         name = namespace.lora_name
         request = EngineCoreRequest(
             request_id="hash",
@@ -313,7 +324,8 @@ class Engine:
             cache_salt=namespace.cache_salt,
             data_parallel_rank=None,
         )
-        return Request.from_engine_core_request(request, self._core.request_block_hasher)
+        hasher = resume_hashing(self._core.request_block_hasher, known_hashes)
+        return Request.from_engine_core_request(request, hasher)
 
     # Requests.
 
@@ -388,12 +400,6 @@ class Engine:
         """
         self._core.model_executor.shutdown()
         self._core.scheduler.shutdown()
-
-
-def namespace_of(request: Request) -> Namespace:
-    """Who may share the request's KV, by vLLM's own rules (an empty salt is none)."""
-    lora = request.lora_request
-    return Namespace(request.cache_salt or None, None if lora is None else lora.lora_name)
 
 
 def complete_tokens(request: Request) -> int:

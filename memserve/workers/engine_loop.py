@@ -49,7 +49,8 @@ from memserve.messages import (
     TransmitFailed,
 )
 from memserve.types import BlockId, InstanceId, Namespace, RequestId, TransferId
-from memserve.workers.compat import Engine, EngineCodec, complete_tokens, namespace_of
+from memserve.workers.compat import Engine, EngineCodec, complete_tokens
+from memserve.workers.engine_pool import namespace_of
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.mempool import MemPool
 from memserve.workers.records import Record, Records

@@ -1,14 +1,14 @@
 """MemPool: the paper's memory, index and transfer API (its Table 1) over a pool of KV blocks.
 
-    alloc_mem, free_mem           blocks with an owner, who may have a lease
-    insert, match, delete         the index: tokens → blocks; active KV becomes historical KV
-    swap_out, swap_in             HBM ⇄ DRAM
+    alloc_mem, free_mem              blocks with an owner, who may have a lease
+    insert, match, delete            the index: tokens → blocks; active KV becomes historical KV
+    swap_out, swap_in                HBM ⇄ DRAM: `swapping.py`, over this
     transfer, transfer_with_insert   into another instance's pool
 
 The pool stays the only owner of block ids (`pools.py`): running requests, pins and reservations are
 references in it, historical KV is what it has published and nobody refers to. MemPool adds owners,
 so that each reference taken for MemServe has a name, can be dropped by it, and can be audited
-(`owners.py`); and the index over HBM and DRAM (`core/radix.py`), which follows the pool: what the
+(`owners.py`); and the index over HBM and DRAM (`core/radix`), which follows the pool: what the
 engine publishes, evicts and resets by itself is in the index when the pool's call returns.
 
 One block per prefix and medium: where the engine computes again what the index has, its new block
@@ -200,8 +200,8 @@ class MemPool:
 
         The owner keeps its references, but where an equal block was indexed meanwhile it gets a
         reference to that one, and its own block is freed. Returns the blocks it now holds.
-        Raises: ValueError unless there is one block for each full block of the tokens; KeyError if
-        the owner does not hold them.
+        Raises: ValueError unless there is one block for each full block of the tokens, if one is
+        indexed for other tokens, and in quarantine; KeyError if the owner does not hold them.
         """
         return self.insert_path(self.path(token_ids, namespace), block_ids, owner)
 
@@ -209,6 +209,7 @@ class MemPool:
         """As `insert`."""
         if len(block_ids) != path.num_blocks:
             raise ValueError(f"{len(block_ids)} blocks for a prefix of {path.num_blocks}")
+        self._owners.require_free(owner)
         self._owners.require(owner, block_ids)
         held = list(block_ids)
         for index, place in self.index.insert(path, held).duplicates:

@@ -83,9 +83,10 @@ class Owners:
         self.hold(to, self.remove_all(owner))
 
     def replace(self, owner: str, others: Mapping[BlockId, BlockId]) -> None:
-        """Of each of these blocks that the owner holds, it holds the other one from now on."""
+        """One reference to each of these blocks becomes one to the other block."""
         if others:
-            self._held[owner] = [others.get(b, b) for b in self._held.get(owner, [])]
+            rest = dict(others)
+            self._held[owner] = [rest.pop(b, b) for b in self._held.get(owner, [])]
 
     def held(self, owner: str) -> list[BlockId]:
         """Its blocks, in order (a new list)."""

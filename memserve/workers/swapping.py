@@ -36,6 +36,8 @@ from memserve.workers.mempool import MemPool
 _SCAN_INTERVAL_S = 0.01
 _SCAN_SHARE = 0.05
 """Of the thread's time, that looking for old history may take."""
+_CHECKED_AT_ONCE = 256
+"""Candidates that one poll looks up, at a microsecond each."""
 _MAX_OUTS = 2
 """Batches that back up at a time: one in flight, and the next."""
 _EXPIRE_SHARE = 0.1
@@ -96,7 +98,9 @@ class Swapper:
         self._ins: dict[str, _In] = {}
         self._num_outs = 0
         self._candidates: deque[BlockId] = deque()
-        """Old history that was not in DRAM when it was looked for."""
+        """Old history, in DRAM or not."""
+        self._is_clean = False
+        """Whether none of the latest candidates had to be copied, so far."""
         self._next_scan = 0.0
         self._settled_at: tuple[int, int, int] | None = None
         """What the pool looked like when nothing was left to back up."""
@@ -230,24 +234,32 @@ class Swapper:
         if not self._candidates and self._clock() >= self._next_scan:
             self._scan()
         batch: list[BlockId] = []
-        while self._candidates and len(batch) < self._batch_blocks:
+        for _ in range(min(len(self._candidates), _CHECKED_AT_ONCE)):
             block_id = self._candidates.popleft()
             if self._is_unsafe(block_id):
                 batch.append(block_id)
+                if len(batch) == self._batch_blocks:
+                    break
         if batch and not self._begin_out(batch):
-            self._candidates.clear()  # no slot can be had until something changes
-            self._settled_at = self._state()
+            self._settle()  # no slot can be had until something changes
+        self._is_clean = self._is_clean and not batch
+        if self._is_clean and not self._candidates:
+            self._settle()
+
+    def _settle(self) -> None:
+        self._candidates.clear()
+        self._is_clean = False
+        self._settled_at = self._state()
 
     def _scan(self) -> None:
-        """Find the history within the margin that is not in DRAM."""
+        """Find the history that the margin needs."""
         begun = self._clock()
         margin = self._limits.margin_blocks
         if self._mempool.num_available - self._index.num_in(Medium.HBM) < margin:
             # That many are free at least; to count them costs more.
-            oldest = islice(self._mempool.history(), max(0, margin - self._mempool.stats().free))
-            self._candidates.extend(b for b in oldest if self._is_unsafe(b))
-        if not self._candidates:
-            self._settled_at = self._state()
+            free = self._mempool.stats().free
+            self._candidates.extend(islice(self._mempool.history(), max(0, margin - free)))
+        self._is_clean = True
         ended = self._clock()
         self._next_scan = ended + max(_SCAN_INTERVAL_S, (ended - begun) / _SCAN_SHARE)
 

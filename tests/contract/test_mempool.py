@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
+from memserve.changes import Cleared
 from memserve.errors import OutOfBlocksError
 from memserve.types import BlockId, Namespace
+from memserve.workers.engine_pool import EnginePool, RequestMaker
 from memserve.workers.mempool import MemPool
-from memserve.workers.pools import BlockCounts
+from memserve.workers.pools import BlockCounts, RunningRequest
 from tests.contract.link_rig import BLOCK_SIZE, NUM_BLOCKS
 from tests.contract.transfer_rig import (
     NO_NAMESPACE,
@@ -138,6 +141,36 @@ def test_an_equal_block_that_came_first_takes_the_place_of_ours() -> None:
     assert mempool.check_integrity(engine.running) == []
 
 
+def test_what_cannot_be_inserted_changes_nothing() -> None:
+    mempool, _ = make_pool()
+    insert(mempool, prompt(8, seed=1))
+    indexed = mempool.match(prompt(8, seed=1))
+    mempool.pin("a", indexed)
+    new = mempool.alloc_mem(1, "a", lease_s=1.0)
+    with pytest.raises(KeyError, match="b does not hold"):
+        mempool.insert(prompt(4), new, "b")
+    with pytest.raises(ValueError, match="holds another block"):
+        mempool.insert(prompt(12), [*new, *indexed], "a")
+    mempool.pin("a", new)
+    with pytest.raises(ValueError, match="named twice"):
+        mempool.insert(prompt(8), new * 2, "a")
+    mempool.quarantine("a")
+    with pytest.raises(ValueError, match="in quarantine"):
+        mempool.insert(prompt(4), new, "a")
+    assert mempool.match(prompt(12)) == []
+    assert mempool.check_integrity({}) == []
+
+
+def test_a_block_that_is_held_twice_gives_way_once() -> None:
+    mempool, _ = make_pool()
+    (ours,) = mempool.alloc_mem(1, "a")
+    mempool.pin("a", [ours])
+    (theirs,) = insert(mempool, prompt(4))
+    assert mempool.insert(prompt(4), [ours], "a") == [theirs]
+    assert mempool.held("a") == [theirs, ours]
+    assert mempool.check_integrity({}) == []
+
+
 def test_a_hit_that_was_deleted_meanwhile_is_indexed_again() -> None:
     mempool, _ = make_pool()
     hits = insert(mempool, prompt(8))
@@ -218,6 +251,145 @@ def test_reset_spares_what_is_held() -> None:
     assert mempool.match(prompt(12, seed=2)) == []
     assert mempool.stats() == BlockCounts(TOTAL, TOTAL - 2, 0, 2)
     assert mempool.check_integrity({}) == []
+
+
+# ── the engine, and what the index makes of it ────────────────────────────────────────────────
+
+
+@pytest.fixture
+def engine() -> EngineStandIn:
+    mempool, pool = make_pool(reserve_blocks=0)
+    return EngineStandIn(mempool, pool)
+
+
+def test_a_running_request_is_found_block_by_block(engine: EngineStandIn) -> None:
+    mempool, tokens = engine.mempool, prompt(20)
+    engine.start("r", tokens[:6])
+    for end in range(7, 21):
+        assert engine.generate("r", tokens[end - 1 : end])
+        assert mempool.match(tokens) == engine.running["r"][: end // BLOCK_SIZE]
+        assert mempool.check_integrity(engine.running) == []
+    assert mempool.index.num_nodes == 1
+
+
+def test_a_growing_request_is_not_walked_again(engine: EngineStandIn) -> None:
+    engine.start("r", prompt(24))
+    asked: list[tuple[int, int]] = []
+    on_cached = engine.mempool.on_cached
+
+    class Recorder:
+        """A running request that notes for which tokens it was asked."""
+
+        def __init__(self, request: RunningRequest) -> None:
+            self._request = request
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._request, name)
+
+        def token_ids(self, first_block: int, end_block: int) -> list[int]:
+            asked.append((first_block, end_block))
+            return self._request.token_ids(first_block, end_block)
+
+    def observed(request: RunningRequest, first_block: int, end_block: int) -> None:
+        on_cached(cast(RunningRequest, Recorder(request)), first_block, end_block)
+
+    engine.mempool.on_cached = observed  # type: ignore[method-assign]
+    for _ in range(3):
+        engine.generate("r", prompt(BLOCK_SIZE, seed=3))
+    assert asked == [(6, 7), (7, 8), (8, 9)]
+
+
+def test_a_copy_is_not_kept(engine: EngineStandIn) -> None:
+    mempool, tokens = engine.mempool, prompt(8)
+    engine.start("first", tokens)
+    assert engine.start("second", tokens) == 1  # the last block has to be computed
+    (kept, copy) = engine.running["first"][1], engine.running["second"][1]
+    assert mempool.match(tokens)[1] == kept
+    engine.finish("second")
+    assert mempool.stats().historical == 0
+    engine.finish("first")
+    assert mempool.stats().historical == 2
+    assert engine.start("third", prompt(4, seed=5)) == 0
+    assert engine.running["third"] == [copy]
+
+
+def test_a_request_outlives_the_beginning_that_it_had_a_copy_of(engine: EngineStandIn) -> None:
+    """The index has the first request's block; it goes, and the second one's own take its place."""
+    mempool, tokens = engine.mempool, prompt(16)
+    engine.start("first", tokens[:8])
+    engine.start("second", tokens[:8])
+    engine.finish("first")
+    first, copy = engine.running["second"]
+    engine.generate("second", tokens[8:12])
+    assert mempool.match(tokens)[0] == first
+    kept = mempool.match(tokens)[1]
+    assert kept != copy
+    mempool.delete(tokens[:8])
+    assert mempool.match(tokens) == []
+    engine.generate("second", tokens[12:])
+    assert mempool.match(tokens) == engine.running["second"] == engine.find(tokens, NO_NAMESPACE)
+    assert mempool.check_integrity(engine.running) == []
+
+
+def test_what_lies_below_an_evicted_block_goes_with_it(engine: EngineStandIn) -> None:
+    mempool, tokens = engine.mempool, prompt(16)
+    block_ids = insert(mempool, tokens)
+    mempool.pin("tail", block_ids[2:])
+    mempool.alloc_mem(TOTAL - 4, "a")
+    assert mempool.match(tokens) == block_ids
+    mempool.alloc_mem(1, "a")  # the second block
+    assert mempool.match(tokens) == block_ids[:1]
+    assert mempool.check_integrity({}) == []
+    mempool.unpin("tail")
+    assert mempool.stats() == BlockCounts(TOTAL, 2, 1, TOTAL - 3)
+
+
+def test_a_preempted_request_finds_its_blocks_again(engine: EngineStandIn) -> None:
+    mempool, tokens = engine.mempool, prompt(12)
+    engine.start("r", tokens)
+    block_ids = engine.running["r"]
+    engine.preempt("r")
+    assert mempool.stats().historical == 3
+    assert engine.start("r", tokens) == 2
+    assert engine.running["r"][:2] == block_ids[:2]
+    assert engine.generate("r", prompt(4, seed=2))
+    longer = engine.tokens("r")
+    assert mempool.match(longer)[:3] == block_ids and len(mempool.match(longer)) == 4
+    assert mempool.check_integrity(engine.running) == []
+
+
+def test_a_reset_of_the_engines_cache_empties_the_index(engine: EngineStandIn) -> None:
+    mempool = engine.mempool
+    engine.start("r", prompt(12))
+    assert not engine.pool.reset_prefix_cache()
+    assert len(mempool.match(prompt(12))) == 3
+    engine.finish("r")
+    assert engine.pool.reset_prefix_cache()
+    assert mempool.match(prompt(12)) == [] and mempool.index.num_blocks == 0
+    assert mempool.take_changes()[-1] == Cleared()
+    assert mempool.check_integrity({}) == []
+
+
+def test_an_insert_hashes_only_what_is_new(engine: EngineStandIn) -> None:
+    mempool, tokens = engine.mempool, prompt(20)
+    hits = insert(mempool, tokens[:12], Namespace("salt"))
+    asked: list[tuple[int, int]] = []
+    make_request = make_hasher()
+
+    def counted(token_ids: list[int], namespace: Namespace, known: list[bytes]) -> object:
+        request = make_request(token_ids, namespace, known)
+        asked.append((len(known), len(request.block_hashes)))
+        return request
+
+    engine_pool = cast(EnginePool, mempool._pool)
+    engine_pool._make_request = cast(RequestMaker, counted)
+    mempool.pin("a", hits)
+    new = mempool.alloc_mem(2, "a")
+    mempool.insert(tokens, hits + new, "a", Namespace("salt"))
+    assert asked == [(3, 5)]
+    assert engine.find(tokens, Namespace("salt")) == hits + new
+    mempool.insert(tokens, hits + new, "a", Namespace("salt"))
+    assert len(asked) == 1
 
 
 # ── the audit ─────────────────────────────────────────────────────────────────────────────────

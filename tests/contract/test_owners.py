@@ -89,7 +89,7 @@ def test_nothing_leaves_quarantine_until_the_lease_is_ended() -> None:
 
 def test_replacing_keeps_the_order() -> None:
     owners = Owners(FakeClock())
-    owners.hold("a", ids(4, 5, 6))
+    owners.hold("a", ids(4, 5, 6, 5))
     owners.replace("a", {BlockId(5): BlockId(9)})
     owners.replace("b", {})
-    assert dict(owners) == {"a": ids(4, 9, 6)}
+    assert dict(owners) == {"a": ids(4, 9, 6, 5)}

@@ -265,6 +265,11 @@ def test_a_settled_pool_is_not_looked_at_again() -> None:
     node.remember(B)
     at = node.swapper.next_deadline()
     assert at is not None and at <= node.clock.now_s + 0.01
+    node.swap()
+    assert node.where(B) == "HHHH", "looked at too short a time ago"
+    node.clock.now_s = at
+    node.swap()
+    assert node.where(B) == "BBBB"
 
 
 def test_a_full_tier_does_not_keep_the_loop_awake() -> None:

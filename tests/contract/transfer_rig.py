@@ -15,13 +15,13 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from memserve.errors import TransferError
 from memserve.messages import Allocate, AnyEvent, PeerJoined
 from memserve.types import BlockId, Direction, InstanceId, Namespace, RequestId, TransferId
-from memserve.workers.engine_pool import EnginePool
+from memserve.workers.engine_pool import EnginePool, resume_hashing
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
 from memserve.workers.transfer import Transfers
@@ -40,12 +40,14 @@ NO_NAMESPACE = Namespace()
 _EventT = TypeVar("_EventT", bound=AnyEvent)
 
 
-def make_hasher(block_size: int = BLOCK_SIZE) -> Callable[[Sequence[int], Namespace], Request]:
+def make_hasher(block_size: int = BLOCK_SIZE) -> Callable[..., Request]:
     """`EnginePool`'s `make_request`, with vLLM's own block hasher and without an engine."""
     init_none_hash(sha256)
     hasher = get_request_block_hasher(block_size, sha256)
 
-    def make_request(tokens: Sequence[int], namespace: Namespace) -> Request:
+    def make_request(
+        tokens: Sequence[int], namespace: Namespace, known_hashes: Sequence[BlockHash] = ()
+    ) -> Request:
         return Request(
             request_id="key",
             prompt_token_ids=list(tokens),
@@ -54,7 +56,7 @@ def make_hasher(block_size: int = BLOCK_SIZE) -> Callable[[Sequence[int], Namesp
             arrival_time=0.0,
             cache_salt=namespace.cache_salt,
             lora_request=lora_of(namespace),
-            block_hasher=hasher,
+            block_hasher=resume_hashing(hasher, known_hashes),
         )
 
     return make_request
@@ -104,8 +106,8 @@ class EngineStandIn:
     """Does with the BlockPool what vLLM's scheduler does for a request, and nothing else."""
 
     def __init__(self, mempool: MemPool, pool: BlockPool) -> None:
-        self._mempool = mempool
-        self._pool = pool
+        self.mempool = mempool
+        self.pool = pool
         self._hasher = make_hasher(mempool.block_size)
         self._requests: dict[str, Request] = {}
         self.running: dict[str, list[BlockId]] = {}
@@ -114,7 +116,7 @@ class EngineStandIn:
         """The longest prefix by vLLM's own hashes, without MemPool's index."""
         found: list[BlockId] = []
         for block_hash in self._hasher(tokens, namespace).block_hashes:
-            blocks = self._pool.get_cached_block(block_hash, [0])
+            blocks = self.pool.get_cached_block(block_hash, [0])
             if not blocks:
                 break
             found.append(BlockId(blocks[0].block_id))
@@ -132,33 +134,33 @@ class EngineStandIn:
         """
         request = self._hasher(tokens, namespace)
         request.request_id = request_id
-        block_size = self._mempool.block_size
+        block_size = self.mempool.block_size
         hits = self.find(tokens, namespace)[: max(0, len(tokens) - 1) // block_size]
         num_new = -(-len(tokens) // block_size) - len(hits)
-        hit_blocks = [self._pool.blocks[b] for b in hits]
+        hit_blocks = [self.pool.blocks[b] for b in hits]
         evictable_hits = sum(b.ref_cnt == 0 for b in hit_blocks)
-        if num_new > self._pool.get_num_free_blocks() - evictable_hits:
+        if num_new > self.pool.get_num_free_blocks() - evictable_hits:
             return None
-        self._pool.touch(hit_blocks)
-        blocks = hit_blocks + self._pool.get_new_blocks(num_new)
+        self.pool.touch(hit_blocks)
+        blocks = hit_blocks + self.pool.get_new_blocks(num_new)
         num_full = len(tokens) // block_size
-        self._pool.cache_full_blocks(request, blocks, len(hits), num_full, block_size, 0)
+        self.pool.cache_full_blocks(request, blocks, len(hits), num_full, block_size, 0)
         self._requests[request_id] = request
         self.running[request_id] = [BlockId(b.block_id) for b in blocks]
         return len(hits)
 
     def generate(self, request_id: str, tokens: Sequence[int]) -> bool:
         """Append tokens to a running request, as decode steps do. False: there is no room."""
-        request, block_size = self._requests[request_id], self._mempool.block_size
-        blocks = [self._pool.blocks[b] for b in self.running[request_id]]
+        request, block_size = self._requests[request_id], self.mempool.block_size
+        blocks = [self.pool.blocks[b] for b in self.running[request_id]]
         num_cached = request.num_tokens // block_size
         num_blocks = -(-(request.num_tokens + len(tokens)) // block_size)
-        if num_blocks - len(blocks) > self._pool.get_num_free_blocks():
+        if num_blocks - len(blocks) > self.pool.get_num_free_blocks():
             return False
-        blocks += self._pool.get_new_blocks(max(0, num_blocks - len(blocks)))
+        blocks += self.pool.get_new_blocks(max(0, num_blocks - len(blocks)))
         request.append_output_token_ids(list(tokens))
         num_full = request.num_tokens // block_size
-        self._pool.cache_full_blocks(request, blocks, num_cached, num_full, block_size, 0)
+        self.pool.cache_full_blocks(request, blocks, num_cached, num_full, block_size, 0)
         self.running[request_id] = [BlockId(b.block_id) for b in blocks]
         return True
 
@@ -168,16 +170,14 @@ class EngineStandIn:
 
     def preempt(self, request_id: str) -> None:
         """Take the blocks away; the request keeps its tokens, and may be started again."""
-        self._pool.free_blocks(
-            reversed([self._pool.blocks[b] for b in self.running.pop(request_id)])
-        )
+        self.pool.free_blocks(reversed([self.pool.blocks[b] for b in self.running.pop(request_id)]))
 
     def finish(self, request_id: str) -> None:
         """Free the request's blocks, tail first."""
-        self._mempool.request_ended(request_id)
+        self.mempool.request_ended(request_id)
         del self._requests[request_id]
         block_ids = self.running.pop(request_id)
-        self._pool.free_blocks(reversed([self._pool.blocks[b] for b in block_ids]))
+        self.pool.free_blocks(reversed([self.pool.blocks[b] for b in block_ids]))
 
 
 class Node:

@@ -300,8 +300,17 @@ def test_every_printed_value_has_its_origin() -> None:
     assert all("  # " in line for line in values)
 
 
-def test_the_key_is_not_printed() -> None:
+def test_the_keys_are_not_printed() -> None:
     assert "hunter2" not in to_toml(load(assignments=["server.api_key=hunter2"]))
+    assert "hunter2" not in to_toml(load(assignments=["server.api_keys=['hunter2']"]))
+
+
+def test_several_keys_are_a_list() -> None:
+    assert load().config.api_keys == []
+    environ = {"MEMSERVE_SERVER_API_KEYS": '["b", "c"]', "MEMSERVE_SERVER_API_KEY": "a"}
+    assert load(environ=environ).config.api_keys == ["a", "b", "c"]
+    with pytest.raises(ConfigError, match=r"server.api_keys: .*allowed: a list: each a string"):
+        load(assignments=["server.api_keys=b,c"])
 
 
 @pytest.mark.parametrize("value", ["", "\x00\x1f\x7f\n\t", 'quo"te', "\\", "😀", 1, -2.5, 1e300])

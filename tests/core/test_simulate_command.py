@@ -121,7 +121,7 @@ def result(*outcomes: Outcome) -> Result:
         busy={"P0": 0.5, "D0": 1.0},
         num_preempted=0,
         num_events=5,
-        work=Work([0.001, 0.003], 0.5, 9),
+        work=Work([0.001, 0.003], {"Sent": 0.2, "Tokens": 0.3}, {"Sent": 2, "Tokens": 7}),
     )
 
 

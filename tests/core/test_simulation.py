@@ -16,10 +16,11 @@ from memserve.config import Config, SchedulerConfig
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
+from memserve.scheduler_settings import scheduler_settings
 from memserve.simulator.clock import EventQueue
 from memserve.simulator.engine import EngineLimits
 from memserve.simulator.link import SimulatedLink, Ways
-from memserve.simulator.setup import MODELS, Options, cluster, costs, load, scheduler_settings
+from memserve.simulator.setup import MODELS, Options, cluster, costs, load
 from memserve.simulator.simulation import Result, Setup, Simulation
 from memserve.simulator.synthetic import Shape
 from memserve.simulator.worker import Hardware
@@ -46,8 +47,9 @@ CLOCK = functools.partial(next, itertools.count())
 class Plain(CostModel):
     """Costs that can be checked by hand: 10 ms a step, 0.1 ms a token, 1 µs a token of context."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_s: float = 1e9) -> None:
         super().__init__(built_in(MODELS["smollm2-135m"], "cpu"))
+        self._bytes_per_s = bytes_per_s
 
     def step_s(
         self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
@@ -59,7 +61,7 @@ class Plain(CostModel):
         return 0.0
 
     def transfer_s(self, size_bytes: int, link: str) -> float:
-        return 0.001 + size_bytes / 1e9 if size_bytes else 0.0
+        return 0.001 + size_bytes / self._bytes_per_s if size_bytes else 0.0
 
 
 def geometry(blocks: int) -> Geometry:
@@ -76,17 +78,19 @@ def simulate(
     tokens: int = 512,
     steps_together: int = 64,
     config: Config = PLAIN,
+    costs: CostModel | None = None,
+    link: str = "shm",
 ) -> Result:
     """Run to the end; nothing may be left anywhere."""
     parsed = parse_mode(mode)
     setup = Setup(
         mode=parsed,
-        scheduler=scheduler_settings(config, caching or parsed.default_caching, "shm"),
-        hardware=Hardware(geometry(blocks), "shm", EngineLimits(tokens, requests, steps_together)),
+        scheduler=scheduler_settings(config, caching or parsed.default_caching, link),
+        hardware=Hardware(geometry(blocks), link, EngineLimits(tokens, requests, steps_together)),
         message_s=MESSAGE_S,
         front_end_s=FRONT_END_S,
     )
-    simulation = Simulation(setup, calls, Plain(), CLOCK)
+    simulation = Simulation(setup, calls, costs or Plain(), CLOCK)
     result = simulation.run()
     assert simulation.check_idle() == []
     return result
@@ -323,6 +327,20 @@ def test_what_goes_to_one_instance_takes_turns() -> None:
     link(two, elsewhere).send(TransferId("c"), blocks[:1], blocks[:1])
     queue.run()
     assert ended == [(1.0, "a"), (1.5, "b"), (1.6, "c")]
+
+
+def test_only_links_that_copy_themselves_keep_the_sender_from_computing() -> None:
+    """P sends the first prompt's KV, which takes 11 ms, while a second prompt waits: 20 ms."""
+    calls = [call("a", 100, 2), call("b", 100, 2)]
+    copying, beside = (
+        simulate(calls, "1P1D-CC", tokens=100, costs=Plain(bytes_per_s=960_000), link=link).outcomes
+        for link in ("shm", "ipc")
+    )
+    second_after = [(two.ttft_s or 0) - (one.ttft_s or 0) for one, two in (copying, beside)]
+    assert second_after == pytest.approx([0.011 + 0.02, 0.02])
+    # the other kind of link has ended as early, which is noticed after the step that runs then
+    first_ends = [(one.jct_s or 0) - (one.ttft_s or 0) for one, _ in (copying, beside)]
+    assert first_ends[1] - first_ends[0] == pytest.approx(0.02 - 0.011)
 
 
 def test_a_cancelled_transfer_ends_with_an_error() -> None:

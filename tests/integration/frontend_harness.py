@@ -39,7 +39,7 @@ from memserve.core.vocabulary import (
     Send,
     StopSeen,
 )
-from memserve.errors import InstanceLostError, MemServeError, UnavailableError
+from memserve.errors import InstanceLostError, MemServeError
 from memserve.frontend.service import OutputSink
 from memserve.messages import (
     Abort,
@@ -129,7 +129,7 @@ class FakeCluster:
         self.sink = sink
         self.is_split = is_split
         self.is_ready = True
-        self.refusal: UnavailableError | None = None
+        self.refusal: MemServeError | None = None
         self.capacity = 0
         """How many requests are taken in spite of `refusal`."""
         self.scripts: deque[Script] = deque()

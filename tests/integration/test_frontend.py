@@ -22,7 +22,7 @@ from vllm.sampling_params import (
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from memserve.core.delivery import Delivery
-from memserve.errors import InstanceLostError, StartError, UnavailableError
+from memserve.errors import InstanceLostError, OverloadedError, StartError, UnavailableError
 from memserve.frontend import app
 from memserve.frontend.app import build_app, make_runner
 from memserve.frontend.client import apply_delivery, needs_resampling
@@ -324,6 +324,31 @@ async def test_the_workers_get_the_clients_settings(
     assert [answer["choices"][0]["finish_reason"] for answer in answers][-1] == "length"
 
 
+@pytest.mark.parametrize(
+    ("headers", "extra", "session"),
+    [
+        ({}, {}, ""),
+        ({}, {"user": "u"}, "u"),
+        ({"X-Session-Id": "s"}, {"user": "u"}, "s"),
+    ],
+)
+async def test_a_conversation_may_have_a_name(
+    server: Server,
+    cluster: FakeCluster,
+    tokens: list[int],
+    headers: dict[str, str],
+    extra: dict[str, str],
+    session: str,
+) -> None:
+    cluster.play(Script(tokens))
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 2, **extra}
+    async with server.http.post(
+        f"{server.url}/v1/completions", json=body, headers=headers
+    ) as response:
+        assert response.status == 200
+    assert cluster.requests[0].lifecycle.spec.session == session
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_resampled_first_token_is_decodes(
     server: Server, cluster: FakeCluster, frontend: Frontend, tokens: list[int], stream: bool
@@ -573,6 +598,37 @@ async def test_unavailable(server: Server, cluster: FakeCluster, stream: bool) -
         assert response.headers["Retry-After"] == "7"
         error = (await response.json())["error"]
     assert (error["message"], error["code"]) == ("no decode instance is ready", 503)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_too_many_requests(server: Server, cluster: FakeCluster, stream: bool) -> None:
+    cluster.refusal = OverloadedError("1024 requests are waiting already", retry_after_s=17)
+    body = {"model": MODEL, "prompt": "x", "stream": stream}
+    async with server.http.post(f"{server.url}{COMPLETION}", json=body) as response:
+        assert (response.status, response.headers["Retry-After"]) == (429, "17")
+        error = (await response.json())["error"]
+    assert error == {
+        "message": "1024 requests are waiting already",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": 429,
+    }
+    with pytest.raises(openai.RateLimitError):
+        await server.openai.completions.create(model=MODEL, prompt="x")
+
+
+async def test_a_request_takes_the_turn_of_its_key_and_has_its_priority(
+    cluster: FakeCluster, frontend: Frontend
+) -> None:
+    async for server in serve(build_app(cluster, lambda: frontend, api_keys=["one", "two"])):
+        for key, priority in (("two", -3), ("one", 0)):
+            cluster.play(Script([100]))
+            body = {"model": MODEL, "prompt": "x", "max_tokens": 1, "priority": priority}
+            headers = {"Authorization": f"Bearer {key}"}
+            status, _ = await server.post(COMPLETION, body, headers=headers)
+            assert status == 200
+    specs = [request.lifecycle.spec for request in cluster.requests]
+    assert [(spec.client, spec.priority) for spec in specs] == [("key 1", -3), ("key 0", 0)]
 
 
 async def test_a_client_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ async def test_blocks_in_dram_are_as_separate(cluster: Cluster, texts: Texts) ->
             answers[name] = (await client.complete(prompt, NUM_TOKENS, **identity)).token_ids
         before = await client.until_idle()
         for _ in range(4):  # more than the pools have room for
-            await client.complete(texts.tokens(14 * BLOCK, rng), 1)
+            await client.complete(texts.tokens(14 * BLOCK, rng), 2)
         await client.until_idle()
         for name, identity in STRANGERS.items():
             other = await client.complete(prompt, NUM_TOKENS, **identity)

@@ -30,6 +30,7 @@ from memserve.messages import (
     AnyEvent,
     Audit,
     Audited,
+    CacheChanged,
     Commit,
     Decode,
     Finished,
@@ -191,14 +192,14 @@ class Rig:
             self._receive(deadline, f"{kind.__name__} from {instance}")
 
     def until(self, instance: str, kind: type[AnyEvent]) -> list[AnyEvent]:
-        """All events, heartbeats aside, up to and with the next one of this kind."""
+        """All events that `take` would give, up to and with the next one of this kind."""
         last = self.expect(instance, kind)
         return [*self.take(instance), last]
 
     def take(self, instance: str) -> list[AnyEvent]:
-        """What has arrived and was not taken yet, heartbeats aside."""
+        """What has arrived and was not taken yet; heartbeats and the index's changes aside."""
         pending = self._pending.pop(InstanceId(instance), [])
-        return [event for event in pending if not isinstance(event, Heartbeat)]
+        return [event for event in pending if not isinstance(event, Heartbeat | CacheChanged)]
 
     def _receive(self, deadline: float, what: str) -> None:
         if not self._router.poll(max(0.0, deadline - time.monotonic()) * 1000):

@@ -59,8 +59,9 @@ def _check_tier(tier: Tier, nodes: Sequence[Node]) -> None:
                 assert place not in known, f"{tier.medium.value} {place} holds two blocks"
                 known[place] = (node, depth)
     assert tier.num == len(known)
-    for place, holder in enumerate(tier.nodes):
-        assert holder is known.get(place, (None,))[0]
+    for place, number in enumerate(tier.numbers):
+        holder = tier.holder(place)
+        assert holder is known.get(place, (None,))[0] and bool(number) == (holder is not None)
         assert holder is None or tier.depths[place] == known[place][1]
     queued = Counter(tier.queued())
     assert all(num == 1 for num in queued.values()), "a node is queued twice"

@@ -35,10 +35,11 @@ class Forest:
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.trees: dict[Namespace, Tree] = {}
-        self.tiers = {medium: Tier(medium, index) for index, medium in enumerate(Medium)}
+        self.nodes: dict[int, Node] = {}
+        """By number: all but the roots."""
+        self.tiers = {m: Tier(m, index, self.nodes) for index, m in enumerate(Medium)}
         self.log = ChangeLog()
         self.num_blocks = 0
-        self.num_nodes = 0
         self._clock = clock
         self._publishes = publishes
         self._next_key = 1
@@ -48,7 +49,7 @@ class Forest:
         """Walks over everything. Raises: AssertionError if something contradicts something else."""
         check(self.trees, self.tiers.values(), self.block_bytes)
         nodes = [node for tree in self.trees.values() for node in tree.root.descendants()]
-        assert self.num_nodes == len(nodes)
+        assert self.nodes == {node.number: node for node in nodes}
         assert self.num_blocks == sum(len(node.keys) for node in nodes)
         assert all(node.keys[-1] < self._next_key for node in nodes)
 
@@ -149,14 +150,20 @@ class Forest:
             node.extend(label, keys)  # an end that grows, as in decoding, stays one node
         else:
             self.trees[tree.namespace] = tree
-            child = Node(tree, node, depth, label, keys, next(self._numbers))
+            child = self._make_node(tree, node, depth, label, keys)
             node.children[label[: self.block_bytes]] = child
-            self.num_nodes += 1
             node = child
         self.num_blocks += len(places)
         tier.put(node, depth, places)
         if tree.is_published:
             self.log.inserted(tree.namespace, parent_key, first_key, label, tier.medium)
+        return node
+
+    def _make_node(
+        self, tree: Tree, parent: Node, start: int, label: bytes, keys: array[int]
+    ) -> Node:
+        node = Node(tree, parent, start, label, keys, next(self._numbers))
+        self.nodes[node.number] = node
         return node
 
     def _split(self, node: Node, depth: int) -> Node:
@@ -168,7 +175,7 @@ class Forest:
         offset = depth - node.start
         size = offset * self.block_bytes
         label, keys = bytes(node.label[:size]), node.keys[:offset]
-        upper = Node(node.tree, node.parent, node.start, label, keys, next(self._numbers))
+        upper = self._make_node(node.tree, node.parent, node.start, label, keys)
         upper.touched_s = node.touched_s
         node.parent.children[bytes(upper.label[: self.block_bytes])] = upper
         del node.label[:size]
@@ -179,7 +186,6 @@ class Forest:
         node.split_references(upper)
         for tier in self.tiers.values():
             tier.split(upper, node)
-        self.num_nodes += 1
         return upper
 
     # ── shrinking ─────────────────────────────────────────────────────────────────────────────
@@ -197,11 +203,11 @@ class Forest:
         if not offset:
             parent = node.parent
             del parent.children[bytes(node.label[: self.block_bytes])]
-            self.num_nodes -= 1
+            del self.nodes[node.number]
             if parent.parent is None and not parent.children:
                 del self.trees[parent.tree.namespace]
             for tier in self.tiers.values():
-                tier.tidy(self.num_nodes)
+                tier.tidy()
         del node.label[offset * self.block_bytes :]
         del node.keys[offset:]
 
@@ -211,10 +217,10 @@ class Forest:
                 freed.add(tier.medium, tier.empty(node))
             self._tell_left(node, node.keys)
             node.take_apart()
-            self.num_nodes -= 1
+            del self.nodes[node.number]
         top.children.clear()
         for tier in self.tiers.values():
-            tier.tidy(self.num_nodes)
+            tier.tidy()
 
     # ── telling ───────────────────────────────────────────────────────────────────────────────
 

@@ -52,7 +52,7 @@ class RadixIndex:
     @property
     def num_nodes(self) -> int:
         """Nodes, without the roots."""
-        return self._forest.num_nodes
+        return len(self._forest.nodes)
 
     def num_in(self, medium: Medium) -> int:
         """Blocks that are in this medium."""
@@ -262,7 +262,7 @@ class RadixIndex:
             self._forest.remove_below(tree.root, freed)
         self._forest.trees.clear()
         for tier in self._tiers.values():
-            tier.tidy(0)
+            tier.tidy()
         self._forest.log.cleared()
         return freed
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from memserve.core.radix.nodes import ABSENT, Node, Share
@@ -25,15 +25,18 @@ class Tier:
     is put back under the right one, so that touching a node costs nothing here.
     """
 
-    def __init__(self, medium: Medium, index: int) -> None:
+    def __init__(self, medium: Medium, index: int, nodes: Mapping[int, Node]) -> None:
+        """`nodes`: all there are, by number."""
         self.medium = medium
         self.index = index
+        self._nodes = nodes
         self.num = 0
         """Blocks in this medium."""
-        self.nodes: list[Node | None] = []
-        """By place."""
-        self.depths = array("i")
-        """By place: blocks above the one that lies there; meaningless where `nodes` has None."""
+        self.numbers = array("Q")
+        """By place: the number of the node whose block lies there, or 0. Numbers, for the garbage
+        collector would walk over a list of nodes, as long as the medium is large."""
+        self.depths = array("I")
+        """By place: blocks above the one that lies there; meaningless where nothing does."""
         self._queue: list[_Entry] = []
 
     def share(self, node: Node) -> Share:
@@ -42,7 +45,9 @@ class Tier:
 
     def holder(self, place: int) -> Node | None:
         """The node whose block lies there."""
-        return self.nodes[place] if 0 <= place < len(self.nodes) else None
+        if not 0 <= place < len(self.numbers):
+            return None
+        return self._nodes.get(self.numbers[place])
 
     def reserve(self, places: Sequence[int]) -> None:
         """Make room in the tables. Raises: ValueError for a negative place, or one named twice."""
@@ -52,15 +57,15 @@ class Tier:
             raise ValueError(f"{self.medium.value} has no place {min(places)}")
         if len(set(places)) != len(places):
             raise ValueError(f"a place in {self.medium.value} is named twice")
-        if (missing := max(places) + 1 - len(self.nodes)) > 0:
-            missing = max(missing, len(self.nodes))
-            self.nodes.extend([None] * missing)
-            self.depths.extend([0] * missing)
+        if (missing := max(places) + 1 - len(self.numbers)) > 0:
+            missing = max(missing, len(self.numbers))
+            self.numbers.extend(array("Q", [0]) * missing)
+            self.depths.extend(array("I", [0]) * missing)
 
     def check_unused(self, places: Sequence[int]) -> None:
         """Raises: ValueError if something lies in one of them."""
         for place in places:
-            if self.nodes[place] is not None:
+            if self.numbers[place]:
                 raise ValueError(f"{self.medium.value} {place} holds another block")
 
     # ── blocks come and go ────────────────────────────────────────────────────────────────────
@@ -73,9 +78,9 @@ class Tier:
         share.places[offset : offset + len(places)] = array("i", places)
         share.num += len(places)
         self.num += len(places)
-        nodes, depths = self.nodes, self.depths
+        numbers, depths, number = self.numbers, self.depths, node.number
         for at, place in enumerate(places, depth):
-            nodes[place] = node
+            numbers[place] = number
             depths[place] = at
         if not was_present:
             self._gained(node)
@@ -84,7 +89,7 @@ class Tier:
     def vacate(self, node: Node, offset: int) -> None:
         """The block at this offset of the node leaves this medium."""
         share = self.share(node)
-        self.nodes[share.places[offset]] = None
+        self.numbers[share.places[offset]] = 0
         share.places[offset] = ABSENT
         share.num -= 1
         self.num -= 1
@@ -95,8 +100,8 @@ class Tier:
         """The node's block in the place `old` lies in `new` now."""
         depth = self.depths[old]
         self.share(node).places[depth - node.start] = new
-        self.nodes[old] = None
-        self.nodes[new] = node
+        self.numbers[old] = 0
+        self.numbers[new] = node.number
         self.depths[new] = depth
 
     def cut(self, node: Node, offset: int) -> list[int]:
@@ -108,7 +113,7 @@ class Tier:
             return []
         gone = [place for place in rest if place != ABSENT]
         for place in gone:
-            self.nodes[place] = None
+            self.numbers[place] = 0
         share.num -= len(gone)
         share.below = 0
         self.num -= len(gone)
@@ -122,7 +127,7 @@ class Tier:
         share = self.share(node)
         gone = [place for place in share.places if place != ABSENT]
         for place in gone:
-            self.nodes[place] = None
+            self.numbers[place] = 0
         self.num -= len(gone)
         node.shares[self.index].places = array("i")
         share.num = share.below = 0
@@ -139,7 +144,7 @@ class Tier:
             share.num -= above.num
             for place in above.places:
                 if place != ABSENT:
-                    self.nodes[place] = upper
+                    self.numbers[place] = upper.number
         above.below = int(bool(share.num or share.below))
         self.queue_if_end(upper)
 
@@ -169,9 +174,9 @@ class Tier:
             share.is_queued = True
             heapq.heappush(self._queue, self._entry(node))
 
-    def tidy(self, num_nodes: int) -> None:
+    def tidy(self) -> None:
         """Drop entries of nodes that are gone, once they are the greater part."""
-        if len(self._queue) > 2 * num_nodes + 64:
+        if len(self._queue) > 2 * len(self._nodes) + 64:
             self._queue = [entry for entry in self._queue if entry[2].keys]
             heapq.heapify(self._queue)
 

@@ -1,0 +1,30 @@
+"""The scheduler's settings, from the configuration: for real instances and simulated ones alike."""
+
+from __future__ import annotations
+
+from memserve.config import Config
+from memserve.core.policy import Fetching, Split
+from memserve.scheduler import SchedulerSettings
+from memserve.types import Caching
+
+
+def scheduler_settings(config: Config, caching: Caching, link: str) -> SchedulerSettings:
+    """`caching`: what is in force; `link`: the kind of the links between the instances."""
+    scheduler = config.scheduler
+    return SchedulerSettings(
+        caching=caching,
+        max_attempts=scheduler.max_attempts,
+        max_waiting=scheduler.max_waiting,
+        wait_timeout_s=scheduler.wait_timeout_s,
+        max_running=scheduler.max_running,
+        max_queued_tokens=scheduler.max_queued_tokens,
+        timeline_requests=scheduler.timeline_requests,
+        freshness=scheduler.freshness,
+        tree_ttl_s=scheduler.tree_ttl_s,
+        tree_max_blocks=scheduler.tree_max_blocks,
+        reservation_s=config.transfer.reservation_s,
+        policy=scheduler.policy,
+        split=Split(scheduler.split),
+        fetching=Fetching(scheduler.fetch),
+        link=link,
+    )
