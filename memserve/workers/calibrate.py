@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -234,11 +235,15 @@ def main(arguments: list[str]) -> int:
     set_engine_environment(os.environ, num_threads=job.num_threads, log_level=job.log_level)
     import torch
 
+    from memserve.workers.main import describe
+
     torch.set_num_threads(job.num_threads)
     try:
         samples = calibrate(job, lambda text: print(text, flush=True))  # noqa: T201
-    except MemServeError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)  # noqa: T201
+    except Exception as error:  # noqa: BLE001 - the process's boundary
+        if not isinstance(error, MemServeError):
+            traceback.print_exc()
+        print(describe(error, job.kv_bytes), file=sys.stderr)  # noqa: T201
         return 1
     Path(arguments[1]).write_bytes(msgspec.json.encode(samples))
     return 0

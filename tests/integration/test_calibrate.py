@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from memserve import cli
 from memserve.core.profile import ModelShape
 from memserve.workers.operators import Operators, Stopwatch
 from memserve.workers.paged_attention import PagedAttention
@@ -122,3 +123,19 @@ def test_a_probe_measures_what_it_was_asked_for(model_folder: Path) -> None:
         "30 2048 ()",
         "192 True",
     ]
+
+
+@pytest.mark.timeout(240)
+def test_a_model_that_the_engine_refuses_is_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the command, with the real process."""
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    out = tmp_path / "profile.json"
+    arguments = ["--model", str(tmp_path), "--device", "cpu", "--out", str(out)]
+    assert cli.invoke(["calibrate", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("memserve: error: the calibration failed: ")
+    assert error.count("\n") == 1
+    assert "unheard-of" in error
+    assert not out.exists()
