@@ -471,7 +471,9 @@ def main() -> None:
     arguments.add_argument("--dataset", type=Path, help="a file of conversations, for --load")
     arguments.add_argument("--sessions", type=int, default=20)
     arguments.add_argument("--concurrency", type=int, default=3, help="calls at a time")
-    arguments.add_argument("--max-context", type=int, default=768, help="longer calls are left out")
+    arguments.add_argument(
+        "--max-context", type=int, default=1024, help="longer calls are left out"
+    )
     arguments.add_argument("--max-reply", type=int, default=32, help="longer replies are cut")
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments.add_argument("--model", help="a folder; the bundled model by default")
