@@ -635,6 +635,8 @@ def test_history_is_read_only_after_the_steps_in_flight() -> None:
     fetch.pair.p.transfers.poll()
     assert fetch.pair.p.take() == [] and fetch.pair.p.transfers.is_active
     assert bytes(fetch.pair.d.memory) == before
+    transfer_id = fetch.allocated.transfer_id
+    assert len(fetch.pair.p.mempool.held(f"sending of {transfer_id}")) == 4
     # Held meanwhile: the engine may take every block but these.
     assert fetch.pair.p.compute("greedy", prompt(4 * (NUM_BLOCKS - 5), seed=1)) is not None
     fetch.is_computed = True
