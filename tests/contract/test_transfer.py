@@ -10,6 +10,7 @@ from memserve.messages import (
     Cancel,
     Commit,
     Expired,
+    History,
     Inserted,
     InsertFailed,
     LinkReady,
@@ -22,7 +23,7 @@ from memserve.messages import (
 from memserve.types import BlockId, Direction, InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.transfer import private_namespace
 from tests.contract.link_rig import BLOCK_SIZE, geometry
-from tests.contract.transfer_rig import DEADLINE_S, NO_NAMESPACE, Node, allocate, prompt
+from tests.contract.transfer_rig import DEADLINE_S, NO_NAMESPACE, NUM_BLOCKS, Node, allocate, prompt
 
 R = RequestId("r")
 T = TransferId("r/forward/1")
@@ -575,3 +576,104 @@ def test_close_lets_go_of_everything(pair: Pair) -> None:
     assert pair.link.is_closed
     assert pair.p.is_idle() and pair.d.is_idle()
     assert pair.p.take() == []
+
+
+# ── history ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Fetch:
+    """D fetches 16 tokens that P computed for somebody else; P is told nothing of the request."""
+
+    def __init__(self, num_computed: int = 16) -> None:
+        self.pair = Pair()
+        self.tokens = prompt(16)
+        self.pair.p.compute("other", prompt(num_computed))
+        self.pair.p.engine.finish("other")
+        self.is_computed = True
+        self.pair.d.transfers.allocate(allocate(R, Direction.FETCH), self.tokens)
+        self.allocated = self.pair.d.only(Allocated)
+
+    def order(self) -> None:
+        self.pair.p.transfers.transmit_history(
+            order(self.allocated), History(Namespace(), self.tokens), lambda: self.is_computed
+        )
+
+
+def test_history_is_sent_for_a_request_that_the_sender_does_not_know() -> None:
+    fetch = Fetch()
+    fetch.order()
+    sent = fetch.pair.p.only(Sent)
+    assert sent.num_blocks == 4
+    assert fetch.pair.p.is_idle()
+    fetch.pair.commit(sent)
+    assert fetch.pair.d.only(Inserted).num_tokens == 16
+    fetch.pair.check(fetch.tokens)
+    assert len(fetch.pair.d.mempool.match(fetch.tokens)) == 4
+
+
+def test_history_that_was_evicted_meanwhile_is_a_failure_that_says_so() -> None:
+    fetch = Fetch(num_computed=12)
+    fetch.order()
+    failed = fetch.pair.p.only(TransmitFailed)
+    assert failed.reason == "blocks up to 4 asked for, 3 are in the index"
+    assert fetch.pair.p.is_idle()
+
+
+def test_history_of_another_namespace_is_not_found() -> None:
+    fetch = Fetch()
+    fetch.pair.p.transfers.transmit_history(
+        order(fetch.allocated), History(Namespace("salt"), fetch.tokens), lambda: True
+    )
+    assert "0 are in the index" in fetch.pair.p.only(TransmitFailed).reason
+
+
+def test_history_is_read_only_after_the_steps_in_flight() -> None:
+    fetch = Fetch()
+    fetch.is_computed = False
+    before = bytes(fetch.pair.d.memory)
+    fetch.order()
+    fetch.pair.p.transfers.poll()
+    assert fetch.pair.p.take() == [] and fetch.pair.p.transfers.is_active
+    assert bytes(fetch.pair.d.memory) == before
+    transfer_id = fetch.allocated.transfer_id
+    assert len(fetch.pair.p.mempool.held(f"sending of {transfer_id}")) == 4
+    # Held meanwhile: the engine may take every block but these.
+    assert fetch.pair.p.compute("greedy", prompt(4 * (NUM_BLOCKS - 5), seed=1)) is not None
+    fetch.is_computed = True
+    fetch.pair.p.transfers.poll()
+    fetch.pair.commit(fetch.pair.p.only(Sent))
+    fetch.pair.check(fetch.tokens)
+
+
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_cancelled_history_is_answered_once_and_let_go(is_computed: bool) -> None:
+    fetch = Fetch()
+    fetch.pair.link.hold()
+    fetch.is_computed = is_computed
+    fetch.order()
+    fetch.pair.p.transfers.cancel(Cancel(epoch=1, transfer_id=fetch.allocated.transfer_id))
+    fetch.pair.link.release()
+    fetch.pair.p.transfers.poll()
+    assert fetch.pair.p.only(TransmitFailed).reason == "cancelled"
+    fetch.is_computed = True
+    fetch.pair.p.transfers.poll()
+    assert fetch.pair.p.take() == [] and fetch.pair.p.is_idle()
+
+
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_history_for_a_peer_that_dies_is_let_go(is_computed: bool) -> None:
+    fetch = Fetch()
+    fetch.pair.link.hold()
+    fetch.is_computed = is_computed
+    fetch.order()
+    fetch.pair.p.transfers.peer_lost(fetch.pair.d.id, 1)
+    assert fetch.pair.p.only(TransmitFailed).reason == "D0 was lost"
+    assert fetch.pair.p.is_idle()
+
+
+def test_history_without_a_link_is_a_failure() -> None:
+    fetch = Fetch()
+    fetch.pair.p.transfers.peer_lost(fetch.pair.d.id, 1)
+    fetch.order()
+    assert fetch.pair.p.only(TransmitFailed).reason == "no link to D0"
+    assert fetch.pair.p.is_idle()
