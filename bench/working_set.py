@@ -1,7 +1,8 @@
-"""A working set of three times the HBM pool: hit ratio, tokens and step times with a DRAM tier.
+r"""A working set of three times the HBM pool: hit ratio, tokens and step times with a DRAM tier.
 
     python -m bench.working_set [--load chat,agent] [--dataset FILE] [--sessions 20] [--out FILE]
-    python -m bench.working_set --device cuda --model FOLDER --dtype bfloat16 --load-format dummy
+    python -m bench.working_set --device cuda --model FOLDER --dtype bfloat16 --block-size 16 \
+        --load-format dummy --eager --sessions 200 --concurrency 16
 
 One instance with a real engine serves the same calls four times, each time in a process of its own:
 
@@ -383,7 +384,7 @@ def measure(load: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
         "block_size": options.block_size,
         "load_format": options.load_format,
     }
-    if options.device == "cpu":
+    if options.device == "cpu" or options.eager:
         engine["enforce_eager"] = True
     sizes = {"working_set": total, "hbm": hbm, "dram": total - hbm, "longest": longest}
     answers: dict[str, Answer] = {}
@@ -478,6 +479,9 @@ def main() -> None:
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments.add_argument("--model", help="a folder; the bundled model by default")
     arguments.add_argument("--load-format", default="auto")
+    arguments.add_argument(
+        "--eager", action="store_true", help="start sooner: no compilation, no CUDA graphs"
+    )
     arguments.add_argument("--dtype", default="float32")
     arguments.add_argument("--block-size", type=int, default=32)
     arguments.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2))
