@@ -11,7 +11,7 @@ points. Both kinds of points are measured in the same rounds, and the engines ta
 the launches go by the host's speed, which drifts, and that is not what the figure asks about.
 
 `--replay` makes the fits and the tables again from a result's file; it needs no GPU. `--bounds`
-adds how good this form can get on these measurements: fitted to the tested points themselves, and
+adds about how good this form can get on these measurements: fitted to the tested points themselves, and
 calibrated with every other tested point of a single step too (tested on the rest, and vice versa).
 
 `--shards` predicts TP=2 from TP=1. It measures one rank's half of the model (half the heads, half
@@ -284,6 +284,10 @@ def compare(
         for label, values in found.items()
         for part, at in parts.items()
         if at.any()
+    }
+    metrics |= {
+        f"{name}: {label}, largest error, %": round(100 * float(np.abs(values).max()), 2)
+        for label, values in found.items()
     }
     rows = []
     lengths = np.array([one.num_tokens for one in prefills])
