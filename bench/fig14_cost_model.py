@@ -10,8 +10,8 @@ polynomial fitted to the very prefills that the calibration measured. Nothing is
 points. Both kinds of points are measured in the same rounds, and the engines take turns at rounds:
 the launches go by the host's speed, which drifts, and that is not what the figure asks about.
 
-`--replay` makes the fits and the tables again from a result's file; it needs no GPU. `--bounds`
-adds about how good this form can get on these measurements: fitted to the tested points themselves, and
+`--replay` makes the fits and the tables again from a result's file; it needs no GPU. `--bounds` adds
+how good this form can get on these measurements: fitted to the tested points themselves, and
 calibrated with every other tested point of a single step too (tested on the rest, and vice versa).
 
 `--shards` predicts TP=2 from TP=1. It measures one rank's half of the model (half the heads, half
