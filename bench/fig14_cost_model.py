@@ -1,11 +1,18 @@
 """How well exec(x, y) predicts prefills: the operators' model against a whole-model fit.
 
     python -m bench.fig14_cost_model --model FOLDER [--model FOLDER …] [--shards] [--out FILE]
+    python -m bench.fig14_cost_model --replay FILE [--bounds] [--out FILE]
 
 For each model: an engine with its default settings; a calibration in it (`workers/calibrate.py`);
-then prefills, each alone, at other points than those calibrated at: prompts of up to 16k tokens of
+and prefills, each alone, at other points than those calibrated at: prompts of up to 16k tokens of
 which 0 to 95% are cached. Shown: the mean absolute error of the calibrated operator model, and of a
-polynomial fitted to the very prefills that the calibration measured.
+polynomial fitted to the very prefills that the calibration measured. Nothing is fitted to tested
+points. Both kinds of points are measured in the same rounds, and the engines take turns at rounds:
+the launches go by the host's speed, which drifts, and that is not what the figure asks about.
+
+`--replay` makes the fits and the tables again from a result's file; it needs no GPU. `--bounds` adds
+how good this form can get on these measurements: fitted to the tested points themselves, and
+calibrated with every other tested point of a single step too (tested on the rest, and vice versa).
 
 `--shards` predicts TP=2 from TP=1. It measures one rank's half of the model (half the heads, half
 the MLP, half the vocabulary) on one GPU, so the all-reduce, which takes two, is in neither side.
@@ -13,7 +20,7 @@ The operators' prediction is made twice: from the operators at TP=1 alone, and w
 operators measured too, as `memserve calibrate` does. The whole-model fit can only be halved.
 
 A folder needs no weights: a `config.json` will do. All engines start at once, to share the time
-that compiling takes, and then measure one after the other. `--clock process` counts processor time
+that compiling takes. `--clock process` counts processor time
 instead of time: for rehearsing on a CPU that others use, with one thread.
 """
 
@@ -27,30 +34,42 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from bench._report import parser, publish
 from memserve.core.builtin import built_in
-from memserve.core.cost_fit import fit_operators, fit_whole_model
+from memserve.core.cost_fit import fit_operators, fit_prefills, fit_whole_model
 from memserve.core.cost_model import CostModel
 from memserve.core.cost_samples import PrefillSample, Samples
 from memserve.core.profile import LinkFit, ModelShape, Profile
 from memserve.profiles import device_name
+from memserve.workers.calibrate import (
+    ROUNDS,
+    by_point,
+    measure_operators,
+    medians,
+    prefill_points,
+    prefill_round,
+    with_steps,
+)
 
 LENGTHS = (256, 512, 1024, 1536, 2000, 4096, 8192, 12288, 16352)
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95)
-REPEATS = 3
 READY = "fig14: ready"
 DEADLINE_S = 540.0
+SHORT = 2048
+"""Tokens: below, the launches bound most prefills on a fast GPU."""
 KV_PROMPTS = 2.1
 """Room for so many prompts of full length: the cached one, and one that is computed."""
 NO_REDUCE = LinkFit(0.0, float("inf"))
+
+T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +100,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_job(job: Job) -> None:
-    """Start the engine, say so, wait for the turn, measure, write the result."""
+    """Start the engine; measure operators and rounds, a turn each; write the result."""
     from memserve.engine_args import engine_defaults
     from memserve.workers.environment import set_engine_environment
 
@@ -89,7 +108,6 @@ def run_job(job: Job) -> None:
     set_engine_environment(os.environ, num_threads=1, log_level="error")
     import torch
 
-    from memserve.workers.calibrate import measure
     from memserve.workers.probe import EngineProbe
     from memserve.workers.spec import CalibrationJob
 
@@ -103,10 +121,8 @@ def run_job(job: Job) -> None:
     clock = time.process_time if job.clock == "process" else time.perf_counter
     probe = EngineProbe(job.folder, engine, job.kv_bytes, clock=clock)
     probe.start()
-    started = time.perf_counter()
-    print(READY, flush=True)
-    sys.stdin.readline()
-    turn = time.perf_counter()
+    started_s = time.perf_counter() - begun
+    turn = Turns()
     calibration = CalibrationJob(
         name=job.name,
         model=job.folder,
@@ -115,16 +131,46 @@ def run_job(job: Job) -> None:
         dtype="bfloat16",
         created="",
     )
-    samples = None if job.is_shard else measure(probe, calibration, lambda text: None)
-    points = [(x, int(x * y)) for y in SHARES for x in LENGTHS if x <= probe.longest]
-    prefills = [[probe.prefill(*point) for _ in range(REPEATS)] for point in points]
+    samples = turn(lambda: None if job.is_shard else measure_operators(probe, calibration, silent))
+    fitted = [] if job.is_shard else prefill_points(probe.longest)
+    tested = [(x, int(x * y)) for y in SHARES for x in LENGTHS if x <= probe.longest]
+    rounds = [
+        turn(lambda index=index: prefill_round(probe, fitted + tested, index))  # type: ignore[misc]
+        for index in range(ROUNDS + 1)
+    ]
+    prefills = by_point(rounds)
+    if samples is not None:
+        calibrated = medians(prefills[: len(fitted)])
+        operators = samples
+        samples = turn(lambda: with_steps(operators, probe, calibrated, silent))
     result = Result(
         samples=samples,
-        prefills=prefills,
-        started_s=started - begun,
-        measured_s=time.perf_counter() - turn,
+        prefills=prefills[len(fitted) :],
+        started_s=started_s,
+        measured_s=turn.measured_s,
     )
     Path(job.result).write_bytes(msgspec.json.encode(result))
+
+
+class Turns:
+    """Measures only while it is this engine's turn: only one of them uses the GPU at a time."""
+
+    def __init__(self) -> None:
+        self.measured_s = 0.0
+
+    def __call__(self, measure: Callable[[], T]) -> T:
+        """Say that the last turn is over, wait for the next, measure."""
+        print(READY, flush=True)
+        if not sys.stdin.readline():
+            raise SystemExit("the bench has gone")
+        begun = time.perf_counter()
+        found = measure()
+        self.measured_s += time.perf_counter() - begun
+        return found
+
+
+def silent(_: str) -> None:
+    """Progress is told by the bench itself."""
 
 
 # ── in the bench's own ────────────────────────────────────────────────────────────────────────
@@ -149,7 +195,7 @@ def child(job: Job, log: IO[bytes]) -> Iterator[subprocess.Popen[str]]:
 
 
 def run_all(jobs: Sequence[Job], folder: Path) -> list[Result]:
-    """Start all engines, then let them measure in turn."""
+    """Start all engines, then let them measure in turns."""
     with ExitStack() as stack:
         logs = [stack.enter_context((folder / f"{job.name}.log").open("w+b")) for job in jobs]
         children = [
@@ -158,17 +204,26 @@ def run_all(jobs: Sequence[Job], folder: Path) -> list[Result]:
         watchdog = threading.Timer(DEADLINE_S, lambda: [one.kill() for one in children])
         stack.callback(watchdog.cancel)
         watchdog.start()
-        for job, log, one in zip(jobs, logs, children, strict=True):
-            assert one.stdout is not None
-            if not any(line.strip() == READY for line in one.stdout):
+        waiting = list(zip(jobs, logs, children, strict=True))
+        for job, log, one in waiting:
+            if not is_ready(one):
                 fail(job, log)
             print(f"{job.name}: engine started", flush=True)
-        for job, log, one in zip(jobs, logs, children, strict=True):
-            one.communicate("go\n")
-            if one.returncode != 0 or not Path(job.result).exists():
-                fail(job, log)
-            print(f"{job.name}: measured", flush=True)
+        while waiting:
+            for job, log, one in waiting:
+                assert one.stdin is not None
+                one.stdin.write("go\n")
+                one.stdin.flush()
+                if not is_ready(one) and (one.wait() != 0 or not Path(job.result).exists()):
+                    fail(job, log)
+            waiting = [found for found in waiting if found[2].poll() is None]
     return [msgspec.json.decode(Path(job.result).read_bytes(), type=Result) for job in jobs]
+
+
+def is_ready(process: subprocess.Popen[str]) -> bool:
+    """Waits for the end of its turn. False: it was the last one, or the process failed."""
+    assert process.stdout is not None
+    return any(line.strip() == READY for line in process.stdout)
 
 
 def fail(job: Job, log: IO[bytes]) -> None:
@@ -208,11 +263,6 @@ def at_tp_1(samples: Samples) -> Samples:
     )
 
 
-def medians(prefills: Sequence[Sequence[PrefillSample]]) -> list[PrefillSample]:
-    """The repeat in the middle, of each point."""
-    return [sorted(found, key=lambda one: one.seconds)[len(found) // 2] for found in prefills]
-
-
 def errors(model: Any, prefills: Sequence[PrefillSample]) -> list[float]:
     """Relative, with their sign."""
     return [model.exec_s(one.num_tokens, one.cached_tokens) / one.seconds - 1 for one in prefills]
@@ -221,12 +271,23 @@ def errors(model: Any, prefills: Sequence[PrefillSample]) -> list[float]:
 def compare(
     name: str, models: dict[str, Any], prefills: Sequence[PrefillSample]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Mean absolute errors by model, in percent; a row for each prompt length."""
+    """Mean absolute errors by model, in percent; their means for each prompt length."""
     found = {label: np.array(errors(model, prefills)) for label, model in models.items()}
+    computed = np.array([one.num_tokens - one.cached_tokens for one in prefills])
+    parts = {
+        "": computed > 0,
+        f" at most {SHORT} computed,": computed <= SHORT,
+        f" more than {SHORT} computed,": computed > SHORT,
+    }
     metrics = {
-        f"{name}: {label}, {kind} error, %": round(100 * float(reduce(np.abs(values))), 2)
+        f"{name}: {label},{part} mean error, %": round(100 * float(np.abs(values[at]).mean()), 2)
         for label, values in found.items()
-        for kind, reduce in (("mean", np.mean), ("largest", np.max))
+        for part, at in parts.items()
+        if at.any()
+    }
+    metrics |= {
+        f"{name}: {label}, largest error, %": round(100 * float(np.abs(values).max()), 2)
+        for label, values in found.items()
     }
     rows = []
     lengths = np.array([one.num_tokens for one in prefills])
@@ -239,22 +300,85 @@ def compare(
     return metrics, rows
 
 
-def models_of(samples: Samples) -> tuple[dict[str, Any], dict[str, Any]]:
+def fit(samples: Samples, extra: Sequence[PrefillSample] = ()) -> Profile:
+    """The profile, without all-reduce. `extra`: prefills beside the calibration's."""
+    samples = msgspec.structs.replace(samples, prefills=[*samples.prefills, *extra])
+    found = fit_operators(samples, built_in(samples.shape, samples.device))
+    return msgspec.structs.replace(found, reduce=NO_REDUCE)
+
+
+def models_of(samples: Samples, tp: int) -> dict[str, Any]:
     """For the calibrated degree, and for TP=2 without all-reduce."""
-    fallback = built_in(samples.shape, samples.device)
-
-    def profile(found: Samples) -> Profile:
-        return msgspec.structs.replace(fit_operators(found, fallback), reduce=NO_REDUCE)
-
     whole = fit_whole_model(samples.prefills)
-    full = profile(samples)
-    here = {"operators": CostModel(full), "whole model": whole}
-    two = {
-        "operators": CostModel(profile(at_tp_1(samples)), 2),
-        "operators, shards measured": CostModel(full, 2),
-        "whole model": whole.with_tp(2),
+    if tp == samples.tp:
+        return {"operators": CostModel(fit(samples)), "whole model": whole}
+    return {
+        "operators": CostModel(fit(at_tp_1(samples)), tp),
+        "operators, shards measured": CostModel(fit(samples), tp),
+        "whole model": whole.with_tp(tp),
     }
-    return here, two
+
+
+class ByPoint:
+    """Another model for some of the points."""
+
+    def __init__(self, models: Mapping[tuple[int, int], CostModel]) -> None:
+        self._models = models
+
+    def exec_s(self, num_tokens: int, cached_tokens: int) -> float:
+        return self._models[num_tokens, cached_tokens].exec_s(num_tokens, cached_tokens)
+
+
+def bounds_of(samples: Samples, tp: int, tests: Sequence[PrefillSample]) -> dict[str, Any]:
+    """What the form can do at best on these measurements: not predictions."""
+    profile = msgspec.structs.replace(fit(samples), tp=tp)
+    ideal = msgspec.structs.replace(profile, step=fit_prefills(profile, tests))
+    bounds: dict[str, Any] = {"BOUND, fitted to the tests": CostModel(ideal)}
+    if tp == samples.tp:
+        single = [
+            one for one in tests if one.num_tokens - one.cached_tokens <= profile.chunk_tokens
+        ]
+        single.sort(key=lambda one: one.num_tokens - one.cached_tokens)
+        halves = single[::2], single[1::2]
+        by_half = [CostModel(fit(samples, half)) for half in halves]
+        models = {(one.num_tokens, one.cached_tokens): by_half[0] for one in tests}
+        models |= {(one.num_tokens, one.cached_tokens): by_half[1] for one in halves[0]}
+        bounds["SPLIT, the other half of short tests calibrated"] = ByPoint(models)
+    return bounds
+
+
+def evaluate(
+    results: Mapping[str, Result], has_bounds: bool
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """All errors. A shard's result follows that of its model."""
+    metrics: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    samples: Samples | None = None
+    for name, result in results.items():
+        samples = result.samples or samples
+        assert samples is not None, "a shard comes after its model"
+        tp, tests = 1 if result.samples else 2, medians(result.prefills)
+        models = models_of(samples, tp)
+        if has_bounds:
+            models |= bounds_of(samples, tp, tests)
+        found, more = compare(name, models, tests)
+        metrics |= found
+        rows += more
+    return metrics, rows
+
+
+def load(path: Path) -> tuple[dict[str, Any], dict[str, Result]]:
+    """A result's file: its settings, with where it was measured, and what was. SystemExit if it is
+    none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        settings = found["settings"] | {
+            "measured at": found["commit"],
+            "measured on": found["hardware"],
+        }
+        return settings, msgspec.convert(found["raw"], dict[str, Result])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"--replay {path}: not a result of this script: {error}") from error
 
 
 def make_jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
@@ -292,41 +416,35 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)
     arguments = parser(__doc__)
-    arguments.add_argument("--model", action="append", required=True, type=Path, metavar="FOLDER")
+    source = arguments.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", action="append", type=Path, metavar="FOLDER")
+    source.add_argument("--replay", type=Path, metavar="FILE", help="a result of this script")
+    arguments.add_argument("--bounds", action="store_true", help="show the best possible as well")
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     arguments.add_argument("--clock", choices=("time", "process"), default="time")
     arguments.add_argument("--max-model-len", type=int, default=16384)
     arguments.add_argument("--shards", action="store_true", help="predict TP=2 as well")
     options = arguments.parse_args()
-    with tempfile.TemporaryDirectory(prefix="memserve-fig14-") as name:
-        jobs = make_jobs(options, Path(name))
-        results = run_all(jobs, Path(name))
-    metrics: dict[str, float] = {}
-    rows: list[dict[str, Any]] = []
-    predictions: dict[str, Any] = {}
-    for job, result in zip(jobs, results, strict=True):
-        if result.samples is not None:
-            here, predictions = models_of(result.samples)
-        models = predictions if job.is_shard else here
-        found, more = compare(job.name, models, medians(result.prefills))
-        metrics |= found
-        rows += more
-    publish(
-        "fig14_cost_model",
-        settings={
-            "models": [job.name for job in jobs],
+    if options.replay:
+        settings, results = load(options.replay)
+        raw: Any = f"{options.replay.name}, as measured"
+    else:
+        with tempfile.TemporaryDirectory(prefix="memserve-fig14-") as name:
+            jobs = make_jobs(options, Path(name))
+            found = run_all(jobs, Path(name))
+        results = {job.name: result for job, result in zip(jobs, found, strict=True)}
+        settings = {
+            "models": list(results),
             "lengths": LENGTHS,
             "cached shares": SHARES,
-            "repeats": REPEATS,
+            "rounds": ROUNDS,
             "clock": options.clock,
             "max_model_len": options.max_model_len,
-        },
-        metrics=metrics,
-        raw={
-            job.name: msgspec.to_builtins(result) for job, result in zip(jobs, results, strict=True)
-        },
-        out=options.out,
-        rows=rows,
+        }
+        raw = msgspec.to_builtins(results)
+    metrics, rows = evaluate(results, options.bounds)
+    publish(
+        "fig14_cost_model", settings=settings, metrics=metrics, raw=raw, out=options.out, rows=rows
     )
     for label, value in metrics.items():
         print(f"{label}: {value}")

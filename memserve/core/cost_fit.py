@@ -47,9 +47,6 @@ _DECODE_SCALE_PRIOR = 0.1
 """The same for decode steps, whose host time and operators are harder to tell apart."""
 _ROUNDS = 20
 _MOST_GUESSES = 5
-_FLOOR_PENALTY = 0.5
-"""A floor has to explain more than noise, or it would bind where less is computed than was ever
-measured: on a rank of several."""
 _COLUMNS = (
     "request_s",
     "prompt_token_s",
@@ -213,12 +210,18 @@ def fit_links(samples: Iterable[LinkSample]) -> dict[str, LinkFit]:
 
 
 class _Chunk(msgspec.Struct, frozen=True):
-    """One step of a measured prefill: its operators' seconds, and which floor it has."""
+    """One step of a measured prefill: its operators' seconds, and which floor it has.
+
+    A CPU launches with the threads that compute, so that the host's time adds to the operators' and
+    there is no floor. Before a GPU the launches run beside the operators, a few layers ahead: the
+    longer of the two counts.
+    """
 
     gemms_s: float
     linear_s: float
     attention_s: float
     has_graph: bool
+    is_on_cpu: bool
 
 
 def fit_prefills(profile: Profile, samples: Sequence[PrefillSample]) -> StepFit:
@@ -239,20 +242,15 @@ def fit_prefills(profile: Profile, samples: Sequence[PrefillSample]) -> StepFit:
         for floor_s, graph_floor_s in starts
     ]
 
-    def badness(step: StepFit) -> float:
-        num_floors = (step.floor_s > 0) + (step.graph_floor_s > 0)
-        error = mean_error(_predict(step, samples, chunks), seconds)
-        return error * (1 + _FLOOR_PENALTY * num_floors)
-
-    return min(fits, key=badness)
+    return min(fits, key=lambda step: mean_error(_predict(step, samples, chunks), seconds))
 
 
 def _floors(seconds: Floats, chunks: Sequence[Sequence[_Chunk]], has_graph: bool) -> list[float]:
-    """Guesses: none, and what the quickest prefills of that kind took."""
+    """Guesses: none, and what the quickest prefills of that kind took. On a CPU only none."""
     kind = [
         total
         for total, steps in zip(seconds.tolist(), chunks, strict=True)
-        if len(steps) == 1 and steps[0].has_graph == has_graph
+        if len(steps) == 1 and steps[0].has_graph == has_graph and not steps[0].is_on_cpu
     ]
     return [0.0, *sorted(kind)[:_MOST_GUESSES]]
 
@@ -296,6 +294,7 @@ def _chunks(profile: Profile, sample: PrefillSample) -> Iterator[_Chunk]:
             linear_s=float(parts.linear_s[0]),
             attention_s=profile.shape.num_layers * attention.prefill_s(tokens, before),
             has_graph=bool(profile.graph_sizes) and tokens <= profile.graph_sizes[-1],
+            is_on_cpu=profile.num_sms == 1,
         )
         before += tokens
 
@@ -327,7 +326,7 @@ def _fit_bound(
             if bound:
                 row[7 if chunk.has_graph else 6] += 1.0
             else:
-                row[2:6] += 1.0, chunk.gemms_s, chunk.attention_s, chunk.linear_s
+                row[2:6] += chunk.is_on_cpu, chunk.gemms_s, chunk.attention_s, chunk.linear_s
         rows.append(row)
     seconds = np.array([sample.seconds for sample in samples])
     prior = np.zeros((3, 8))

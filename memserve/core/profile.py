@@ -214,8 +214,9 @@ class StepFit(msgspec.Struct, frozen=True):
     """From operators to the engine's steps: `max(floor, host_s + Σ scale·operators)`.
 
     The floor is what launching the kernels takes, however little they do: lower where a step is
-    replayed as a CUDA graph. The scales say how the operators, measured alone, run in the engine
-    (fused by the compiler, under its clocks).
+    replayed as a CUDA graph. It goes with the layers, so more ranks do not lower it. A fit has
+    floors on a GPU, and `host_s` on a CPU, where launching is not beside computing. The scales say
+    how the operators, measured alone, run in the engine (fused by the compiler, under its clocks).
     """
 
     request_s: float = 0.0

@@ -13,7 +13,7 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,13 +48,17 @@ _LINEAR_TOKENS = (1, 128, 512, 2048, 8192)
 _ATTENTION_NEW = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _ATTENTION_CACHED = (0, 512, 1536, 4096, 8192, 14336)
 _DECODES = ((1, 64), (1, 1024), (1, 4096), (4, 512), (8, 256), (16, 384), (32, 512), (64, 512))
-_PREFILLS = (24, 96, 320, 448, 620, 1100, 1700, 2600, 4600, 7000, 11000, 15000)
+_PREFILLS = (24, 96, 200, 320, 448, 620, 800, 1100, 1700, 2600, 4600, 7000, 11000, 15000)
+"""Several so short that the launches bound them, in and out of the sizes of CUDA graphs."""
 _CACHED_SHARES = (0.0, 0.4, 0.8)
 _NEARLY_ALL = 20
 """Tokens left to compute where nearly the whole prompt is cached."""
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 _DECODE_STEPS = 24
-_REPEATS = 3
+ROUNDS = 5
+"""Of prefills: all points in turn, so that a slow minute of the host falls on no point alone."""
+_SHORT_TOKENS = 2048
+"""Longer computations are bound by the device, which is steadier: every other round will do."""
 
 
 def calibrate(job: CalibrationJob, report: Report) -> Samples:
@@ -71,20 +75,26 @@ def calibrate(job: CalibrationJob, report: Report) -> Samples:
 def measure(probe: EngineProbe, job: CalibrationJob, report: Report) -> Samples:
     """The same with a probe, which is started after the operators unless it was before; leaves it
     running."""
-    import torch
-
-    with torch.inference_mode():
-        samples = measure_operators(probe, job, report)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    samples = measure_operators(probe, job, report)
     report("starting the engine")
     probe.start()
+    points = prefill_points(probe.longest)
+    rounds = []
+    for index in range(ROUNDS + 1):
+        report(f"{len(points)} prefills, round {index} of {ROUNDS}")
+        rounds.append(prefill_round(probe, points, index))
+    return with_steps(samples, probe, medians(by_point(rounds)), report)
+
+
+def with_steps(
+    samples: Samples, probe: EngineProbe, prefills: list[PrefillSample], report: Report
+) -> Samples:
+    """The operators' samples, with what was and now is measured in the started engine."""
     return msgspec.structs.replace(
         samples,
         chunk_tokens=probe.limits.chunk_tokens,
         graph_sizes=probe.limits.graph_sizes,
-        prefills=measure_prefills(probe, prefill_points(probe.longest), report),
+        prefills=prefills,
         decodes=measure_decodes(probe, report),
     )
 
@@ -94,6 +104,17 @@ def measure(probe: EngineProbe, job: CalibrationJob, report: Report) -> Samples:
 
 def measure_operators(probe: EngineProbe, job: CalibrationJob, report: Report) -> Samples:
     """Every operator of the probe's model, alone. The engine need not have been started."""
+    import torch
+
+    with torch.inference_mode():
+        samples = _measure_operators(probe, job, report)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return samples
+
+
+def _measure_operators(probe: EngineProbe, job: CalibrationJob, report: Report) -> Samples:
     import torch
     import vllm
 
@@ -199,16 +220,32 @@ def prefill_points(longest: int) -> list[tuple[int, int]]:
     return points + [(count, count - _NEARLY_ALL) for count in lengths if count > 1000]
 
 
-def measure_prefills(
-    probe: EngineProbe, points: Iterable[tuple[int, int]], report: Report
-) -> list[PrefillSample]:
-    """The median of several prefills at each point, after one that warms up."""
-    samples = []
-    for num_tokens, cached_tokens in points:
-        report(f"prefill of {num_tokens} tokens, {cached_tokens} cached")
-        found = [probe.prefill(num_tokens, cached_tokens) for _ in range(_REPEATS + 1)][1:]
-        samples.append(sorted(found, key=lambda sample: sample.seconds)[len(found) // 2])
-    return samples
+def prefill_round(
+    probe: EngineProbe, points: Sequence[tuple[int, int]], index: int
+) -> list[PrefillSample | None]:
+    """One prefill at each point that is due: the short ones always, the others in odd rounds.
+
+    Round 0 warms up: it is not for measuring.
+    """
+    return [
+        probe.prefill(num_tokens, cached_tokens)
+        if index % 2 or num_tokens - cached_tokens <= _SHORT_TOKENS
+        else None
+        for num_tokens, cached_tokens in points
+    ]
+
+
+def by_point(rounds: Sequence[Sequence[PrefillSample | None]]) -> list[list[PrefillSample]]:
+    """What the rounds after the first found at each point."""
+    return [
+        [sample for sample in found if sample is not None]
+        for found in zip(*rounds[1:], strict=True)
+    ]
+
+
+def medians(found: Iterable[Sequence[PrefillSample]]) -> list[PrefillSample]:
+    """The prefill in the middle, of each point."""
+    return [sorted(one, key=lambda sample: sample.seconds)[len(one) // 2] for one in found]
 
 
 def measure_decodes(probe: EngineProbe, report: Report) -> list[DecodeSample]:

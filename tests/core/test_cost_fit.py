@@ -16,6 +16,7 @@ from memserve.core.cost_fit import (
     fit_gemm,
     fit_links,
     fit_operators,
+    fit_prefills,
     fit_whole_model,
 )
 from memserve.core.cost_model import CostModel
@@ -88,8 +89,7 @@ def truth(step: StepFit) -> Profile:
 
 
 STEP = StepFit(
-    request_s=5e-4,
-    host_s=1e-3,
+    request_s=1.5e-3,
     floor_s=35e-3,
     graph_floor_s=17e-3,
     gemm_scale=1.08,
@@ -206,6 +206,29 @@ def test_where_nothing_bounds_the_steps_no_floor_is_made_up() -> None:
     profile = fit_operators(measure(true, noise_of(0.03)), true)
     assert profile.step.floor_s == profile.step.graph_floor_s == 0
     assert mean_error(CostModel(profile, 2), CostModel(true, 2)) < 0.05
+
+
+def test_a_floor_does_not_shrink_with_more_ranks() -> None:
+    true = CostModel(truth(STEP))
+    found = CostModel(fit_operators(measure(true.profile, noise_of(0.02)), true.profile))
+    for new in (40, 700):  # replayed as a graph, and launched
+        assert found.with_tp(8).exec_s(new) == pytest.approx(found.exec_s(new), rel=0.01)
+        assert found.with_tp(8).exec_s(new) == pytest.approx(true.exec_s(new), rel=0.04)
+
+
+def test_on_a_cpu_launching_adds_to_computing() -> None:
+    step = msgspec.structs.replace(STEP, host_s=8e-3, floor_s=0.0, graph_floor_s=0.0)
+    true = msgspec.structs.replace(truth(step), num_sms=1, graph_sizes=())
+    waves = [
+        msgspec.structs.replace(fit, full_wave_s=fit.full_wave_s / 132, last_wave_s=0.0)
+        for fit in true.gemms
+    ]
+    true = msgspec.structs.replace(true, gemms=tuple(waves))
+    model = CostModel(true)
+    prefills = [PrefillSample(*at, model.exec_s(*at)) for at in points(CALIBRATED)]
+    found = fit_prefills(true, prefills)
+    assert found.floor_s == found.graph_floor_s == 0
+    assert found.host_s == pytest.approx(8e-3, rel=0.1)
 
 
 @pytest.mark.parametrize("degrees", [(1,), (1, 2)])
