@@ -10,9 +10,9 @@ polynomial fitted to the very prefills that the calibration measured. Nothing is
 points. Both kinds of points are measured in the same rounds, and the engines take turns at rounds:
 the launches go by the host's speed, which drifts, and that is not what the figure asks about.
 
-`--replay` makes the fits and the tables again from a result's file; it needs no GPU. `--bounds` adds
-how good this form can get on these measurements: fitted to the tested points themselves, and
-calibrated with every other tested point of a single step too (tested on the rest, and vice versa).
+`--replay` makes fits and tables again from a result's file; it needs no GPU. `--bounds` adds how
+good this form can get on these measurements: fitted to the tested points themselves, and calibrated
+with every other tested point of a single step too (tested on the rest, and vice versa).
 
 `--shards` predicts TP=2 from TP=1. It measures one rank's half of the model (half the heads, half
 the MLP, half the vocabulary) on one GPU, so the all-reduce, which takes two, is in neither side.
@@ -368,14 +368,11 @@ def evaluate(
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, Result]]:
-    """A result's file: its settings, with where it was measured, and what was. SystemExit if it is
-    none."""
+    """A result's file: its settings, with where it was measured, and what was found."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        settings = found["settings"] | {
-            "measured at": found["commit"],
-            "measured on": found["hardware"],
-        }
+        origin = {"measured at": found["commit"], "measured on": found["hardware"]}
+        settings = found["settings"] | origin
         return settings, msgspec.convert(found["raw"], dict[str, Result])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"--replay {path}: not a result of this script: {error}") from error
