@@ -258,7 +258,10 @@ class Swapper:
         if self._mempool.num_available - self._index.num_in(Medium.HBM) < margin:
             # That many are free at least; to count them costs more.
             free = self._mempool.stats().free
-            self._candidates.extend(islice(self._mempool.history(), max(0, margin - free)))
+            oldest = islice(self._mempool.history(), max(0, margin - free))
+            # The engine evicts ends first, but a prompt that loses its beginning is lost whole: if
+            # a burst overtakes the copies, it is to take ends.
+            self._candidates.extend(sorted(oldest, key=self._depth))
         self._is_clean = True
         ended = self._clock()
         self._next_scan = ended + max(_SCAN_INTERVAL_S, (ended - begun) / _SCAN_SHARE)
@@ -267,6 +270,9 @@ class Swapper:
         """Whether a copy of it is worth making."""
         is_known = self._index.contains(block_id, Medium.HBM)
         return is_known and self._index.slot_of(block_id) is None and not self._is_leaving(block_id)
+
+    def _depth(self, block_id: BlockId) -> int:
+        return self._index.depth_of(block_id, Medium.HBM)
 
     def _is_leaving(self, block_id: BlockId) -> bool:
         return any(block_id in swap.keys for swap in self._outs.values())

@@ -241,13 +241,30 @@ def test_backing_up_goes_in_batches_and_says_when_there_is_more() -> None:
     node.swapper.poll()
     node.clock.now_s += 1
     node.swapper.poll()
-    assert (node.where(A), node.where(B)) == ("BBBB", "HHBB")
+    assert (node.where(A), node.where(B)) == ("BBBH", "BBBH")
     queues.out.finish(9)
     for _ in range(4):
         node.swapper.poll()
         queues.out.finish(9)
         node.clock.now_s += 1
     assert node.where(B) == "BBBB" and not node.swapper.is_active
+    node.check_all(A, B)
+
+
+def test_a_burst_that_overtakes_the_copies_leaves_the_beginnings() -> None:
+    node, queues = manual(limits=margin(16), batch_blocks=2)
+    for tokens in (A, B):
+        node.remember(tokens)
+    node.clock.now_s += 1
+    for _ in range(2):
+        node.swapper.poll()
+    queues.out.finish(4)
+    node.swapper.poll()
+    node.forget_hbm()
+    assert (node.where(A), node.where(B)) == ("DD", "DD"), "not the ends, which are of no use alone"
+    for _ in range(4):
+        queues.out.finish(9)
+        node.swapper.poll()
     node.check_all(A, B)
 
 

@@ -94,6 +94,11 @@ class RadixIndex:
             return None
         return node.keys[tier.depths[place] - node.start]
 
+    def depth_of(self, place: int, medium: Medium) -> int:
+        """How many blocks are above the one that lies there; 0 if none lies there."""
+        tier = self._tiers[medium]
+        return tier.depths[place] if tier.holder(place) is not None else 0
+
     def oldest(self, num_blocks: int, medium: Medium, idle_s: float = 0.0) -> list[int]:
         """So many places to evict, or fewer: unused for longest (`idle_s` at least), ends first.
 
