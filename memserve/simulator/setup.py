@@ -73,7 +73,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 _DEFAULT_REQUESTS = 1000
 _DEFAULT_RATE = 2.0
-_THINK_S = 30.0
 
 
 # ── the load ──────────────────────────────────────────────────────────────────────────────────

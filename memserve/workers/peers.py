@@ -91,7 +91,6 @@ class SharedPool:
         name: str = "shared",
     ) -> None:
         """Takes over the connection; the buffer stays its owner's."""
-        self._mempool = mempool
         self._connection = connection
         self._hello = _hello(name, buffer, geometry)
         self._transfers = Transfers(
