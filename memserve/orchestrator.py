@@ -206,7 +206,7 @@ class Orchestrator:
             time.monotonic,
             cost,
         )
-        num_threads = max(1, (os.cpu_count() or 1) // len(roles))
+        num_threads = profiles.num_threads(config)
         environment = dict(os.environ)
         set_engine_environment(
             environment, num_threads=num_threads, log_level=config.server.log_level
