@@ -88,15 +88,14 @@ class Members:
         self.loads.start(seat.instance)
         self._num_open[role] += 1
 
-    def remove(self, seat: Seat) -> bool:
-        """Whether this life was a member."""
+    def remove(self, seat: Seat) -> None:
+        """This life is over; one that is no member is ignored."""
         if seat not in self:
-            return False
+            return
         member = self._members.pop(seat.instance)
         self._num_open[member.role] -= self._is_open(seat.instance)
         self._alone.pop(seat, None)
         self.loads.end(seat.instance)
-        return True
 
     def charge(
         self, lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float, now: float
@@ -205,13 +204,13 @@ def _charges(
 
 
 def _seats(lifecycle: RequestLifecycle) -> list[Seat]:
-    """Where a request is something to do, now or next."""
+    """Where a request has something to do, now or next."""
     plan = lifecycle.plan
     if plan is None or lifecycle.is_client_done:
         return []
     if plan.decode is None:
         return [plan.first]
-    if lifecycle.phase in (Phase.FETCH, Phase.PREFILL):
+    if lifecycle.phase in _FIRST_PHASES:
         return [plan.first, plan.decode]
     return [plan.decode]
 

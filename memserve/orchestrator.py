@@ -31,6 +31,7 @@ from memserve import profiles
 from memserve.channel import Hub
 from memserve.cluster import ClusterManager, ClusterSettings
 from memserve.config import (
+    LINK_OF,
     Config,
     caching_in_force,
     device_in_force,
@@ -65,8 +66,6 @@ logger = logging.getLogger(__name__)
 
 _TREE_CHECK_S = 10.0
 """How long an instance may take to say what it holds, in an audit."""
-_LINKS = {"cpu": "shm", "cuda": "ipc"}
-"""Device → the kind of the links between its instances."""
 _TICK_S = 0.5
 """How often deadlines are looked at."""
 
@@ -201,13 +200,13 @@ class Orchestrator:
         hub.open()
         roles = dict(self._mode.instances())
         self._scheduler = GlobalScheduler(
-            scheduler_settings(config, self._caching, _LINKS[config.cluster.device]),
+            scheduler_settings(config, self._caching, LINK_OF[config.cluster.device]),
             roles,
             hub.send,
             time.monotonic,
             cost,
         )
-        num_threads = max(1, (os.cpu_count() or 1) // len(roles))
+        num_threads = profiles.num_threads(config)
         environment = dict(os.environ)
         set_engine_environment(
             environment, num_threads=num_threads, log_level=config.server.log_level

@@ -64,7 +64,7 @@ def key_of(config: Config) -> ProfileKey:
 
 
 def num_threads(config: Config) -> int:
-    """What each instance gets of the cores, as the orchestrator divides them."""
+    """What each instance gets of the cores."""
     return max(1, (os.cpu_count() or 1) // len(dict(mode_in_force(config).instances())))
 
 

@@ -391,8 +391,9 @@ class GlobalScheduler:
     def _send_command(self, action: Send) -> None:
         """Commands to an earlier life of an instance go nowhere."""
         seat = Seat(action.instance, action.command.epoch)
-        if seat in self._members:
-            self._send(seat, action.command)
+        if seat not in self._members:
+            return
+        self._send(seat, action.command)
         if isinstance(action.command, Transmit):
             assert self._limits is not None
             num_tokens = len(action.command.block_ids) * self._limits.block_size

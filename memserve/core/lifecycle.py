@@ -155,6 +155,11 @@ class RequestLifecycle:
         return self.spec.prompt_token_ids + self.generated
 
     @property
+    def num_tokens(self) -> int:
+        """How many those are; copies nothing."""
+        return len(self.spec.prompt_token_ids) + len(self.generated)
+
+    @property
     def remaining_tokens(self) -> int:
         return self.spec.max_tokens - len(self.generated)
 
@@ -267,7 +272,7 @@ class RequestLifecycle:
             return self._pass_on(plan.first, output, says_prompt=says_prompt)
         if output.finish_reason is None:  # the prompt's logprobs, ahead of the first token
             return [Deliver(Delivery(tokens=False, final=False, prompt=says_prompt))]
-        learned = self._learned(plan.first, len(self.token_ids))
+        learned = self._learned(plan.first, self.num_tokens)
         if self.spec.resample:
             delivery = Delivery(tokens=False, final=False, prompt=says_prompt)
             return [Deliver(delivery), *learned, *self._hand_off(plan.decode)]
@@ -292,7 +297,7 @@ class RequestLifecycle:
         if self.plan.returns:  # what is held will be known from `Finished`
             return [deliver]
         # The last token was sampled, not computed: it has no KV.
-        return [deliver, *self._learned(seat, len(self.token_ids) - 1)]
+        return [deliver, *self._learned(seat, self.num_tokens - 1)]
 
     def _on_finished(self, event: Finished) -> list[Action]:
         plan = self.plan
@@ -302,7 +307,7 @@ class RequestLifecycle:
         if event.instance != runner.instance or runner not in self._known:
             return []
         # After a stop string the engine may have run on: the client never saw those tokens.
-        held_tokens = min(event.held_tokens, len(self.token_ids))
+        held_tokens = min(event.held_tokens, self.num_tokens)
         learned = self._learned(runner, held_tokens)
         if plan.decode is None:
             return [*learned, *self._release_all()]
@@ -369,7 +374,7 @@ class RequestLifecycle:
         assert not plan.first_is_private and fetch.source != plan.first, plan
         self.phase = Phase.FETCH
         source, num_tokens = fetch.source, fetch.num_tokens
-        assert 0 < num_tokens <= len(self.token_ids) and not num_tokens % self._limits.block_size
+        assert 0 < num_tokens <= self.num_tokens and not num_tokens % self._limits.block_size
         note = Note("fetching", source.instance, {"tokens": num_tokens})
         token_ids = self.token_ids[:num_tokens]
         return [note, *self._ask(Direction.FETCH, source, plan.first, token_ids)]
@@ -485,7 +490,7 @@ class RequestLifecycle:
     def _on_inserted(self, transfer: _Transfer, event: Inserted) -> list[Action]:
         self._transfer = None
         note = Note(_INSERTED[transfer.direction], event.instance, {"tokens": event.num_tokens})
-        learned = self._learned(transfer.receiver, min(event.num_tokens, len(self.token_ids)))
+        learned = self._learned(transfer.receiver, min(event.num_tokens, self.num_tokens))
         return [note, *learned, *self._after_insert(transfer)]
 
     def _on_expired(self, transfer: _Transfer) -> list[Action]:

@@ -1,7 +1,7 @@
 """Token ids as the radix trees compare them: packed, 32 bits each, in whole KV blocks.
 
 Packing costs more than a look-up in a tree, so a prompt is packed once and its bytes are passed on.
-Used by `radix.py` (an instance's index) and `prompt_tree.py` (the scheduler's trees).
+Used by `radix` (an instance's index) and `prompt_tree.py` (the scheduler's trees).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from memserve.config import Config
+from memserve.config import LINK_OF, Config
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
@@ -73,7 +73,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 _DEFAULT_REQUESTS = 1000
 _DEFAULT_RATE = 2.0
-_THINK_S = 30.0
 
 
 # ── the load ──────────────────────────────────────────────────────────────────────────────────
@@ -164,7 +163,7 @@ def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[
     profile = model.profile
     is_cpu = profile.device.lower().startswith("cpu")
     block_size = options.block_size or (32 if is_cpu else 16)
-    link = options.link or ("shm" if is_cpu else "ipc")
+    link = options.link or LINK_OF["cpu" if is_cpu else "cuda"]
     if link not in profile.links:
         raise ConfigError("--link", f"the profile knows no {link!r}", ", ".join(profile.links))
     block_bytes = model.kv_bytes(block_size)

@@ -13,7 +13,7 @@ The messages are those of the control channel, and the receiver's half of a tran
 workers run (`transfer.py`), with its deadlines and its quarantine. Closing the pipe is the sender's
 word that it writes no more: the kernel gives it for a sender that dies.
 
-Collaborators: `mempool.py` calls a `RemotePool` by its protocol `Peer`; `kvbuffer.py` has the
+Collaborators: `mempool.py` calls a `RemotePool` by the protocol `pools.Peer`; `kvbuffer.py` has the
 memory. `docs/mempool.md` shows the use. No vLLM.
 """
 
@@ -91,7 +91,6 @@ class SharedPool:
         name: str = "shared",
     ) -> None:
         """Takes over the connection; the buffer stays its owner's."""
-        self._mempool = mempool
         self._connection = connection
         self._hello = _hello(name, buffer, geometry)
         self._transfers = Transfers(
@@ -170,13 +169,13 @@ class RemotePool:
             raise
 
     def write(self, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]) -> int:
-        """See `mempool.Peer`."""
+        """See `pools.Peer`."""
         return self._write(TransferId(self._new_id()), source_ids, target_ids)
 
     def write_with_insert(
         self, token_ids: Sequence[int], block_ids: Sequence[BlockId], namespace: Namespace
     ) -> int:
-        """See `mempool.Peer`."""
+        """See `pools.Peer`."""
         if len(block_ids) != len(token_ids) // self._block_size:
             raise ValueError(
                 f"{len(block_ids)} blocks for {len(token_ids)} tokens in blocks of"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from memserve.errors import StartError, TransferError
 from memserve.messages import PeerJoined
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
+from memserve.workers.links import ipc
 from memserve.workers.links.choice import LinkChoice
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.links.ipc import IpcLink, open_ipc
@@ -200,6 +202,20 @@ def test_a_peer_without_gpu_memory_is_refused() -> None:
     device = FakeDevice(Host())
     with pytest.raises(TransferError, match=r"D0 has no GPU memory.*offers: shm$"):
         open_ipc(GpuBuffer(device, 64), SHAPE, _peer("shm"), device, torch.device("cuda", 0))
+
+
+def test_a_link_that_cannot_be_built_leaves_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(*_: object) -> None:
+        raise StartError("no nvcc")
+
+    monkeypatch.setattr(ipc, "ipc_ops", no_library)
+    host = Host()
+    owner, device = FakeDevice(host), FakeDevice(host)
+    theirs, ours = (GpuBuffer(one, buffer_bytes(SHAPE)) for one in (owner, device))
+    peer = msgspec.structs.replace(_peer(), addresses={"ipc": theirs.address})
+    with pytest.raises(TransferError, match="no nvcc"):
+        open_ipc(ours, SHAPE, peer, device, torch.device("cuda", 0))
+    assert device.mapped == {}
 
 
 # ── which link ────────────────────────────────────────────────────────────────────────────────

@@ -227,17 +227,6 @@ class Pair:
                 self.naive.blocks[key].places[target] = new
         assert refused == expected
 
-    def relocate(self, old: int, medium: Medium) -> None:
-        new = next(iter(self._free(medium)), None)
-        if new is None:
-            return
-        key = self.naive.at(medium, old)
-        if key is None:
-            self._raises(LookupError, lambda: self.real.relocate(medium, old, new))
-            return
-        self.real.relocate(medium, old, new)
-        self.naive.blocks[key].places[medium] = new
-
     def drop(self, places: Sequence[int], medium: Medium) -> None:
         self._same(self.real.drop(places, medium), self.naive.drop(places, medium))
 

@@ -183,12 +183,8 @@ def test_a_wrong_insert_changes_nothing(
     index.check_integrity()
 
 
-def test_other_calls_refuse_used_places_and_unknown_blocks() -> None:
+def test_other_calls_refuse_unknown_blocks() -> None:
     index = index_of(("AB", [1, 2]))
-    with pytest.raises(ValueError, match="hbm 2 holds another block"):
-        index.relocate(HBM, 1, 2)
-    with pytest.raises(LookupError, match="dram 1"):
-        index.relocate(DRAM, 1, 2)
     with pytest.raises(LookupError, match="3 blocks to refer to, 2 of the path"):
         index.acquire(path("ABC"))
     with pytest.raises(ValueError, match="blocks of 4, not 2"):

@@ -49,7 +49,6 @@ def step(pair: Pair, rng: random.Random) -> None:
         (4, lambda: pair.append(rng.randrange(8), tokens[:6], medium)),
         (3, lambda: pair.copy(places, Medium.HBM, Medium.DRAM)),
         (3, lambda: pair.copy(places, Medium.DRAM, Medium.HBM)),
-        (1, lambda: pair.relocate(places[0], medium)),
         (4, lambda: pair.match(namespace, tokens)),
         (2, lambda: pair.drop(places[:2], medium)),
         (1, lambda: pair.delete(namespace, tokens, depth)),

@@ -254,6 +254,14 @@ def test_a_pool_too_small_for_all_puts_the_youngest_back() -> None:
     assert ends[0] == min(ends)  # type: ignore[type-var]
 
 
+def test_a_full_queue_refuses_calls_and_the_run_goes_on() -> None:
+    scheduler = msgspec.structs.replace(PLAIN.scheduler, max_waiting=1, max_running=1)
+    config = msgspec.structs.replace(PLAIN, scheduler=scheduler)
+    result = simulate([call(name, 100, 4) for name in "abc"], config=config)
+    assert [outcome.error is None for outcome in result.outcomes] == [True, True, False]
+    assert "max_waiting" in (result.outcomes[2].error or "")
+
+
 def test_a_full_batch_makes_others_wait() -> None:
     calls = [call(f"c{n}", 10, 50) for n in range(3)]
     alone = simulate(calls, requests=1).outcomes

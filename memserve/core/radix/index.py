@@ -179,19 +179,6 @@ class RadixIndex:
                 self._forest.tell_swapped(node, depth, depth + 1, target)
         return refused
 
-    def relocate(self, medium: Medium, old: int, new: int) -> None:
-        """The block lies in another place of the same medium now.
-
-        Raises: LookupError if nothing is known to lie in the old one; ValueError as `insert` does.
-        """
-        tier = self._tiers[medium]
-        node = tier.holder(old)
-        if node is None:
-            raise LookupError(f"nothing is known to lie in {medium.value} {old}")
-        tier.reserve([new])
-        tier.check_unused([new])
-        tier.move(node, old, new)
-
     def drop(self, places: Sequence[int], medium: Medium) -> Locations:
         """These places hold no block any more; those that held none are passed over.
 

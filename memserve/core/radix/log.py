@@ -1,7 +1,8 @@
 """What changed in the local index since its owner last asked, in the words of `changes.py`.
 
-Written by `radix.py`. Neighbouring keys are joined to ranges as they come, also over several calls:
-an engine evicts block by block, and one range is all that the scheduler's trees need to hear.
+Written by `forest.py`. Neighbouring keys are joined to ranges as they come, also over several
+calls: an engine evicts block by block, and one range is all that the scheduler's trees need to
+hear.
 """
 
 from __future__ import annotations

@@ -96,14 +96,6 @@ class Tier:
         if not share.num and not share.below:
             self._lost(node)
 
-    def move(self, node: Node, old: int, new: int) -> None:
-        """The node's block in the place `old` lies in `new` now."""
-        depth = self.depths[old]
-        self.share(node).places[depth - node.start] = new
-        self.numbers[old] = 0
-        self.numbers[new] = node.number
-        self.depths[new] = depth
-
     def cut(self, node: Node, offset: int) -> list[int]:
         """The node ends here from now on, with nothing below it; returns the places given up."""
         share = self.share(node)

@@ -30,7 +30,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from memserve.errors import TransferError
+from memserve.errors import StartError, TransferError
 from memserve.messages import PeerJoined
 from memserve.ops.blocks import BlockOps, CudaBlockOps, Method
 from memserve.ops.build import open_library
@@ -186,7 +186,7 @@ def open_ipc(
 ) -> IpcLink:
     """Map the peer's buffer on `device`, this instance's GPU, and warm the way up.
 
-    Raises: TransferError, StartError (no nvcc).
+    Raises: TransferError (no such memory, no way there, no library to copy with).
     """
     address = peer.addresses.get(KIND)
     if address is None:
@@ -203,9 +203,9 @@ def open_ipc(
             streams=[torch.cuda.Stream(device) for _ in range(NUM_STREAMS)],
         )
         seconds = link.warm_up()
-    except TransferError:
+    except (StartError, TransferError) as error:
         target.close()
-        raise
+        raise TransferError(str(error)) from error
     logger.info("the way to %s was warm after %.3f s", peer.peer, seconds)
     return link
 
