@@ -20,7 +20,7 @@ from memserve.core.cost_model import CostModel
 from memserve.core.delivery import Delivery
 from memserve.core.mode import Mode
 from memserve.core.vocabulary import RequestSpec, Seat
-from memserve.errors import MemServeError, UnavailableError
+from memserve.errors import MemServeError, OverloadedError, UnavailableError
 from memserve.messages import AnyCommand, AnyEvent, CacheChanged, Heartbeat, Sent, Started
 from memserve.scheduler import GlobalScheduler, SchedulerSettings
 from memserve.simulator.clock import EventQueue
@@ -227,7 +227,7 @@ class Simulation:
         begun = self._stopwatch()
         try:
             self.scheduler.submit(spec)
-        except UnavailableError as error:
+        except (UnavailableError, OverloadedError) as error:
             self.on_error(request_id, error)
         self._submit_s.append(self._stopwatch() - begun)
 
