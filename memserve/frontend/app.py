@@ -248,6 +248,8 @@ async def _read_json(request: web.Request) -> object:
         body: object = msgspec.json.decode(await request.read())
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
     return body
 
 

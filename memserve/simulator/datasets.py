@@ -67,6 +67,9 @@ def read(path: Path) -> list[Call]:
     for call in calls:
         if call.reply.length < 1 or call.prompt_tokens < 1:
             raise ConfigError(_FLAG, f"{path}: a call of session {call.session} has no tokens")
+        if (least := min(piece.length for piece in call.prompt)) < 0:
+            what = f"a prompt of session {call.session} has a piece of {least} tokens"
+            raise ConfigError(_FLAG, f"{path}: {what}")
     if len({call.arrival_s is None for call in calls}) > 1:
         raise ConfigError(_FLAG, f"{path}: some calls say when they arrive, and some do not")
     return calls
@@ -137,14 +140,15 @@ def _azure(rows: Iterable[Mapping[str, str]], path: Path) -> Iterator[Call]:
             # seven digits of a second's fraction are one more than `datetime` takes
             at = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
             tokens, generated = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            begin = begin or at
+            arrival_s = (at - begin).total_seconds()
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(_FLAG, f"{path}, line {number + 2}: {error}") from error
-        begin = begin or at
         yield Call(
             f"a{number}",
             (Piece(key_of("azure", number), max(1, tokens)),),
             Piece(key_of("azure reply", number), max(1, generated)),
-            (at - begin).total_seconds(),
+            arrival_s,
         )
 
 

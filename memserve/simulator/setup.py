@@ -6,6 +6,7 @@ Collaborators: `command.py` and the benches fill in `Options`; `simulation.py` r
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -73,6 +74,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 _DEFAULT_REQUESTS = 1000
 _DEFAULT_RATE = 2.0
+_DAY_S = 86_400
+_LONGEST_S = 366 * _DAY_S
+_MOST_BLOCKS = 10_000_000
+"""Of one instance; each takes some of this machine's memory."""
 
 
 # ── the load ──────────────────────────────────────────────────────────────────────────────────
@@ -91,26 +96,42 @@ def load(options: Options) -> list[Call]:
     calls = _fitting(calls, options.max_context)
     if calls and calls[0].arrival_s is not None:
         calls = calls[: options.requests]
-        return replay(calls, options.rate, options.copies, options.seed)
-    if options.copies != 1:
+        calls = replay(calls, options.rate, options.copies, options.seed)
+    elif options.copies != 1:
         raise ConfigError("--copies", "needs a data set that says when calls arrive", "1")
-    return poisson(
-        calls,
-        rate=options.rate or _DEFAULT_RATE,
-        requests=options.requests or min(len(calls), _DEFAULT_REQUESTS),
-        think_s=options.think_s,
-        seed=options.seed,
-    )
+    else:
+        calls = poisson(
+            calls,
+            rate=options.rate or _DEFAULT_RATE,
+            requests=options.requests or min(len(calls), _DEFAULT_REQUESTS),
+            think_s=options.think_s,
+            seed=options.seed,
+        )
+    _check_length(calls)
+    return calls
 
 
 def _check_numbers(options: Options) -> None:
     for name in ("requests", "rate", "copies", "think_s", "max_context", "blocks", "block_size"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
+        if value is not None and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"--{name.replace('_', '-')}", f"{value} is not allowed", "above 0")
     for name in ("max_num_seqs", "tp"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}", "too small", "from 1")
+    if options.blocks is not None and options.blocks > _MOST_BLOCKS:
+        raise ConfigError("--blocks", f"{options.blocks:,} are too many", f"up to {_MOST_BLOCKS:,}")
+
+
+def _check_length(calls: Sequence[Call]) -> None:
+    """Idle time is simulated too, second by second."""
+    last_s = calls[-1].arrival_s or 0.0
+    if last_s > _LONGEST_S:
+        raise ConfigError(
+            "--rate",
+            f"the last call would arrive after {last_s / _DAY_S:.3g} days",
+            f"loads of up to {_LONGEST_S / _DAY_S:.0f} days",
+        )
 
 
 def _fitting(calls: Sequence[Call], max_context: int) -> list[Call]:
@@ -132,8 +153,13 @@ def _fitting(calls: Sequence[Call], max_context: int) -> list[Call]:
 
 def costs(options: Options) -> CostModel:
     """From the profile that was named, else the built-in one. Raises: ConfigError."""
+    _check_numbers(options)
     if options.profile is None:
-        profile = built_in(_shape(options.model), options.device, model=options.model)
+        shape = _shape(options.model)
+        if options.tp > shape.num_heads:
+            allowed = f"1 to {shape.num_heads}, the model's heads"
+            raise ConfigError("--tp", f"{options.tp} is not allowed", allowed)
+        profile = built_in(shape, options.device, model=options.model)
     else:
         try:
             profile = msgspec.json.decode(options.profile.read_bytes(), type=Profile)

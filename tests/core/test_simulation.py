@@ -280,6 +280,17 @@ def test_a_request_larger_than_the_pool_fails_alone() -> None:
     assert small.error is None
 
 
+def test_a_request_for_which_the_queue_is_full_fails_alone() -> None:
+    narrow = msgspec.structs.replace(
+        PLAIN, scheduler=msgspec.structs.replace(PLAIN.scheduler, max_running=1, max_waiting=1)
+    )
+    served, waiting, refused = simulate(
+        [call(f"c{n}", 10, 50) for n in range(3)], config=narrow
+    ).outcomes
+    assert served.error is None and waiting.error is None
+    assert refused.error is not None and "waiting already" in refused.error
+
+
 def test_two_runs_are_the_same() -> None:
     options = Options(mode="2P2D-CC", requests=60, rate=20.0, blocks=2000,
                       synthetic=Shape(documents=3, document_tokens=500))  # fmt: skip

@@ -269,7 +269,16 @@ GOOD = {"session": 1, "prompt": [1], "output_tokens": 1}
         ([{**GOOD, "output_tokens": 0}], "has no tokens"),
         ([{**GOOD, "prompt": [-1]}], "after 0 calls"),
         ([GOOD, {**GOOD, "arrival_s": 1.0}], "some calls say when they arrive"),
+        ([{**GOOD, "prompt": [["a", 9], ["b", -2]]}], "a piece of -2 tokens"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "yesterday,1,2"], "line 2"),
+        (
+            [
+                "TIMESTAMP,ContextTokens,GeneratedTokens",
+                "2024-05-10 00:00:00,1,2",
+                "2024-05-10 00:00:01+00:00,1,2",
+            ],
+            "line 3",
+        ),
         (
             [{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}],
             "600 tokens in 1 blocks",

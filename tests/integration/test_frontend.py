@@ -769,6 +769,7 @@ async def test_images_are_refused(server: Server) -> None:
         (b"", "the body is not valid JSON"),
         (b'"\xff"', "the body is not valid JSON"),
         (b"[1]", "the body is not a JSON object"),
+        (b"[" * 100_000, "the body is nested too deeply"),
     ],
 )
 async def test_malformed_json(server: Server, data: bytes, message: str) -> None:
