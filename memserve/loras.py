@@ -6,6 +6,7 @@ asks for `find_loras`; the workers load the adapters, and the front end puts one
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def find_loras(folders: Mapping[str, str], served_name: str) -> list[Lora]:
             f"models.loras.{served_name}", "is the name of the model itself", "another name"
         )
     return [
-        _find(name, Path(folder).expanduser(), number)
+        _find(name, Path(os.path.expanduser(folder)), number)  # never an error: see `models.py`
         for number, (name, folder) in enumerate(folders.items(), 1)
     ]
 
@@ -60,6 +61,8 @@ def _find(name: str, folder: Path, number: int) -> Lora:
         raise ConfigError(key, f"{str(folder)!r}: {error.strerror}", what) from error
     except msgspec.DecodeError as error:
         raise ConfigError(key, f"{folder / _CONFIG}: {error}") from error
+    except ValueError as error:  # such as a NUL in it
+        raise ConfigError(key, f"{str(folder)!r}: {error}") from error
     if not any((folder / weights).is_file() for weights in _WEIGHTS):
         raise ConfigError(key, f"{str(folder)!r} holds no weights", " or ".join(_WEIGHTS))
     if not 1 <= config.r <= _RANKS[-1]:

@@ -24,6 +24,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from memserve.errors import MemServeError
@@ -91,6 +92,7 @@ def build_app(
 
 def make_runner(app: web.Application, *, shutdown_timeout_s: float = 10.0) -> web.AppRunner:
     """A runner whose handlers are cancelled when their client leaves."""
+    logging.getLogger("aiohttp.server").addFilter(_word_bad_http)  # once, however often
     return web.AppRunner(
         app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s
     )
@@ -274,6 +276,16 @@ def _error_response(error: ApiError) -> web.Response:
 
 def _not_ready(reason: str) -> ApiError:
     return ApiError(503, f"not ready: {reason}", headers={"Retry-After": "5"})
+
+
+def _word_bad_http(record: logging.LogRecord) -> bool:
+    """What is no HTTP is the client's mistake: a line, not the traceback that aiohttp logs."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
+        record.msg, record.exc_info = f"{record.getMessage()}: {error!r}", None
+        record.args = ()
+    return True
 
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:

@@ -61,3 +61,5 @@ def test_what_cannot_be_served_is_named_with_its_key(tmp_path: Path) -> None:
     for number, rank in enumerate(("four", None)):
         text = refused({"sql": adapter(tmp_path / f"bad{number}", rank)})
         assert text.startswith("models.loras.sql: ") and "adapter_config.json" in text
+    assert "nobody-of-this-name" in refused({"sql": "~nobody-of-this-name/x"})
+    assert "null" in refused({"sql": "a\0b"})

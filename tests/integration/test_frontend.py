@@ -797,6 +797,20 @@ async def test_routes_that_do_not_exist(server: Server) -> None:
         assert "allowed: POST" in (await response.json())["error"]["message"]
 
 
+async def test_what_is_no_http_costs_a_line_of_the_log(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = int(server.url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /health HTTP/1.1\r\nX-Session-Id: \x7f\r\n\r\n")
+    async with asyncio.timeout(10):
+        assert b" 400 " in await reader.readline()
+    writer.close()
+    (record,) = [record for record in caplog.records if record.name == "aiohttp.server"]
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
+    assert "Invalid header" in record.getMessage() and "\n" not in record.getMessage()
+
+
 async def test_a_body_too_large(cluster: FakeCluster, frontend: Frontend) -> None:
     async for server in serve(build_app(cluster, lambda: frontend, max_body_bytes=1000)):
         status, answer = await server.post(COMPLETION, {"model": MODEL, "prompt": "x" * 2000})
