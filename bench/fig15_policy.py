@@ -52,8 +52,8 @@ POLICIES = ("cost", "cost_now", "router", "session", "prefix", "least_loaded")
 BOUND_NOW = {"router": "session", "cost_now": "cost"}
 """Those that know no queue in the scheduler."""
 UNBOUNDED = 10**9
-LOADS = (0.2, 0.4, 0.6, 0.9)
-HOT_LOADS = (0.2, 0.5, 0.9)
+LOADS = (0.2, 0.4, 0.9)
+HOT_LOADS = (0.2, 0.9)
 HOT = 0.7
 
 
