@@ -121,6 +121,11 @@ class Match:
         slot = self._slots.get(instance)
         return 0 if slot is None else int(self.cached_tokens[slot])
 
+    def in_dram(self, instance: InstanceId) -> int:
+        """How many of those are in DRAM alone."""
+        slot = self._slots.get(instance)
+        return 0 if slot is None else int(self.dram_tokens[slot])
+
     def as_dict(self) -> dict[InstanceId, int]:
         """Instance → cached tokens, without those that hold nothing."""
         return {
