@@ -251,7 +251,7 @@ class Orchestrator:
                 heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
                 max_restarts=config.cluster.max_restarts,
                 restart_window_s=config.cluster.restart_window_s,
-                may_fetch=self._caching.prefill_keeps,
+                may_fetch=self._caching.fetches,
             ),
             roles,
             make_spec,

@@ -91,7 +91,7 @@ class Placer:
             session=session_key(spec.session, active.packed, block_size * TOKEN_BYTES),
             now=now,
             coming_tokens=pending.match(path) if self._caching.prefill_keeps else None,
-            may_fetch=self._caching.prefill_keeps and self._fetching is not Fetching.NEVER,
+            may_fetch=self._caching.fetches and self._fetching is not Fetching.NEVER,
             block_size=block_size,
         )
         placement = self._policy.place(demand, self._members.loads)

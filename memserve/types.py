@@ -59,6 +59,12 @@ class Caching(enum.Enum):
     def decode_returns(self) -> bool:
         return self is Caching.FULL
 
+    @property
+    def fetches(self) -> bool:
+        """P takes from other instances what it lacks. The levels below are there to be compared:
+        with it P would have D's KV at `decode` already."""
+        return self is Caching.FULL
+
 
 class Medium(enum.Enum):
     """Where a KV block's data is."""
