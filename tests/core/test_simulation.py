@@ -171,17 +171,32 @@ def test_prompt_and_reply_travel_where_the_paper_sends_them() -> None:
     assert result.outcomes[1].cached_tokens == 144
 
 
-def test_what_another_instance_holds_is_fetched_where_that_pays() -> None:
-    """With caching up to D, the reply's KV is on D alone: by default P fetches it from there."""
+def test_what_another_instance_holds_is_fetched() -> None:
+    """The two instances take turns: the second one has nothing of the first turn."""
     first = call("a", 100, 600)
     calls = [first, follow_up(first, 10, 5, at=15.0)]
-    plain = simulate(calls, "1P1D-CC", caching=Caching.DECODE)
-    fetching = simulate(calls, "1P1D-CC", caching=Caching.DECODE, config=Config())
-    assert plain.outcomes[1].cached_tokens == 96
-    assert fetching.outcomes[1].cached_tokens == 688
-    assert "fetch" not in plain.traffic.transfers
-    assert fetching.traffic.transfers["fetch"] == 1
-    assert fetching.outcomes[1].ttft_s < plain.outcomes[1].ttft_s  # type: ignore[operator]
+    never, always = (
+        simulate(
+            calls,
+            "2PD-CC",
+            config=Config(scheduler=SchedulerConfig(policy="round_robin", fetch=fetch)),
+        )
+        for fetch in ("never", "always")
+    )
+    assert never.outcomes[1].cached_tokens == 0
+    assert always.outcomes[1].cached_tokens == 688
+    assert "fetch" not in never.traffic.transfers
+    assert always.traffic.transfers["fetch"] == 1
+    assert always.outcomes[1].ttft_s < never.outcomes[1].ttft_s  # type: ignore[operator]
+
+
+def test_below_the_full_level_nothing_is_fetched() -> None:
+    """The reply's KV is on D alone, and stays there: the levels are there to be compared."""
+    first = call("a", 100, 600)
+    calls = [first, follow_up(first, 10, 5, at=15.0)]
+    result = simulate(calls, "1P1D-CC", caching=Caching.DECODE, config=Config())
+    assert result.outcomes[1].cached_tokens == 96
+    assert "fetch" not in result.traffic.transfers
 
 
 @pytest.mark.parametrize(
