@@ -20,6 +20,7 @@ import psutil
 
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0
+_RELEASE_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 
 
@@ -55,6 +56,22 @@ def get(url: str) -> Any:
     """GET, as JSON."""
     with urllib.request.urlopen(url, timeout=10) as response:
         return json.load(response)
+
+
+def released(url: str, request_id: str) -> Any:
+    """The steps of a request's timeline by name, once nobody holds anything for it.
+
+    Raises: SystemExit if that takes too long.
+    """
+    deadline = time.monotonic() + _RELEASE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        found = get(f"{url}/v1/requests/{request_id}")
+        (timeline,) = found.get("requests", [found])
+        steps = {step["name"]: step for step in timeline["steps"]}
+        if "released" in steps:
+            return steps
+        time.sleep(0.005)
+    raise SystemExit(f"request {request_id} was not released in {_RELEASE_TIMEOUT_S:g} s")
 
 
 def pin_instances(url: str) -> dict[str, int]:

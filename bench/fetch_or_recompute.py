@@ -16,7 +16,6 @@ import argparse
 import json
 import random
 import statistics
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import msgspec
 import numpy as np
 
 from bench._report import parser, publish
-from bench._serve import get, serving
+from bench._serve import released, serving
 from memserve import profiles
 from memserve.config import Config, engine_settings, load
 from memserve.core.cost_model import CostModel
@@ -39,7 +38,6 @@ LINKS = {"cpu": "shm", "cuda": "ipc"}
 MODE = "2PD-CC"
 HOLDER, RECEIVER = InstanceId("PD0"), InstanceId("PD1")
 REQUEST_TIMEOUT_S = 120.0
-RELEASE_TIMEOUT_S = 30.0
 FIRST_TOKEN, LAST_TOKEN = 1000, 10_000
 """Prompts are random ids between these: no special tokens, in any vocabulary."""
 
@@ -61,20 +59,8 @@ class Server:
         )
         with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
             answer = json.load(response)
-        steps = self._released(answer["id"])
+        steps = released(self._url, answer["id"])
         return steps["first token"]["at_s"] - steps["placed"]["at_s"], steps
-
-    def _released(self, request_id: str) -> dict[str, Any]:
-        """The steps, once nobody holds anything for the request."""
-        deadline = time.monotonic() + RELEASE_TIMEOUT_S
-        while time.monotonic() < deadline:
-            found = get(f"{self._url}/v1/requests/{request_id}")
-            (timeline,) = found.get("requests", [found])
-            steps = {step["name"]: step for step in timeline["steps"]}
-            if "released" in steps:
-                return steps
-            time.sleep(0.005)
-        raise SystemExit(f"request {request_id} was not released in {RELEASE_TIMEOUT_S:g} s")
 
 
 class Case(msgspec.Struct):

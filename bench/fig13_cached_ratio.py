@@ -29,10 +29,9 @@ from typing import Any
 import msgspec
 
 from bench._report import Scalar, parser, publish
-from bench._serve import get, serving
+from bench._serve import get, released, serving
 
 REQUEST_TIMEOUT_S = 120.0
-RELEASE_TIMEOUT_S = 30.0
 FIRST_TOKEN, LAST_TOKEN = 1000, 10_000
 """Prompts are random ids between these: no special tokens, in any vocabulary."""
 MEDIA = ("hbm", "dram", "instance")
@@ -73,23 +72,12 @@ class Server:
         with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
             answer = json.load(response)
         ttft_s = time.perf_counter() - begin
-        return ttft_s, self._released(answer["id"])
+        return ttft_s, released(self._url, answer["id"])
 
     def pool(self) -> tuple[int, int]:
         """(HBM blocks of one instance, blocks swapped in so far by all)."""
         stats = [instance["stats"] for instance in get(f"{self._url}/v1/status")["instances"]]
         return stats[0]["total_blocks"], sum(s["swapped_in_blocks"] for s in stats)
-
-    def _released(self, request_id: str) -> dict[str, Any]:
-        deadline = time.monotonic() + RELEASE_TIMEOUT_S
-        while time.monotonic() < deadline:
-            found = get(f"{self._url}/v1/requests/{request_id}")
-            (timeline,) = found.get("requests", [found])
-            steps = {step["name"]: step for step in timeline["steps"]}
-            if "released" in steps:
-                return steps
-            time.sleep(0.005)
-        raise SystemExit(f"request {request_id} was not released in {RELEASE_TIMEOUT_S:g} s")
 
 
 def measure(server: Server, points: list[Point], args: argparse.Namespace) -> None:
