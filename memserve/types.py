@@ -61,9 +61,9 @@ class Caching(enum.Enum):
 
     @property
     def fetches(self) -> bool:
-        """P takes from other instances what it lacks. The levels below are there to be compared:
-        with it P would have D's KV at `decode` already."""
-        return self is Caching.FULL
+        """P takes from other instances what it lacks. Not at `decode`: D's KV would come back to P
+        that way, and what the level is compared for is that it does not."""
+        return self in (Caching.PREFILL, Caching.FULL)
 
 
 class Medium(enum.Enum):

@@ -190,7 +190,7 @@ def test_what_another_instance_holds_is_fetched() -> None:
     assert always.outcomes[1].ttft_s < never.outcomes[1].ttft_s  # type: ignore[operator]
 
 
-def test_below_the_full_level_nothing_is_fetched() -> None:
+def test_at_the_decode_level_nothing_is_fetched() -> None:
     """The reply's KV is on D alone, and stays there: the levels are there to be compared."""
     first = call("a", 100, 600)
     calls = [first, follow_up(first, 10, 5, at=15.0)]
