@@ -66,9 +66,9 @@ MAY_IMPORT: dict[str, str] = {
     "scheduler_settings": "config core scheduler types",
     # the scheduler over simulated instances: a worker's books, without its engine and its wires
     "simulator": (
-        "changes config core errors messages scheduler scheduler_settings simulator types units"
-        " workers.index_reports workers.links.base workers.mempool workers.pools workers.records"
-        " workers.transfer"
+        "changes config core errors messages profiles scheduler scheduler_settings simulator types"
+        " units workers.index_reports workers.links.base workers.mempool workers.pools"
+        " workers.records workers.transfer"
     ),
     # what joins them
     "orchestrator": (

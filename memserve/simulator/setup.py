@@ -12,11 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from memserve import profiles
 from memserve.config import LINK_OF, Config
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
-from memserve.core.profile import ModelShape, Profile
+from memserve.core.profile import ModelShape
 from memserve.errors import ConfigError
 from memserve.scheduler_settings import scheduler_settings
 from memserve.simulator import datasets
@@ -159,13 +160,8 @@ def costs(options: Options) -> CostModel:
         if options.tp > shape.num_heads:
             allowed = f"1 to {shape.num_heads}, the model's heads"
             raise ConfigError("--tp", f"{options.tp} is not allowed", allowed)
-        profile = built_in(shape, options.device, model=options.model)
-    else:
-        try:
-            profile = msgspec.json.decode(options.profile.read_bytes(), type=Profile)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError("--profile", f"cannot read {options.profile}: {error}") from error
-    return CostModel(profile, options.tp if options.profile is None else None)
+        return CostModel(built_in(shape, options.device, model=options.model), options.tp)
+    return CostModel(profiles.load(options.profile))
 
 
 def _shape(model: str) -> ModelShape:

@@ -65,6 +65,17 @@ def test_a_profile_from_a_file_and_a_model_from_a_folder(
     assert run(capsys, "--model", str(tmp_path))[0] == 0
 
 
+def test_a_profile_of_another_format_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    profile = built_in(MODELS["smollm2-135m"], "cpu", model="tiny")
+    path = tmp_path / "profile.json"
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(profile, format=99)))
+    code, out, err = run(capsys, "--profile", str(path))
+    assert (code, out) == (2, "")
+    assert "format 99" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
