@@ -12,18 +12,17 @@ from typing import Protocol
 import torch
 
 from memserve.errors import StartError
-from memserve.messages import PeerJoined
 from memserve.ops.device_memory import CudaDeviceMemory, DeviceMemory
 from memserve.types import Geometry
 from memserve.workers import gpu_memory
 from memserve.workers.gpu_memory import GpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links import shm
-from memserve.workers.links.base import Link
+from memserve.workers.links.base import Link, RankPeer
 from memserve.workers.links.ipc import open_ipc
 from memserve.workers.links.shm import open_shm
 
-Openers = Mapping[str, Callable[[PeerJoined], Link]]
+Openers = Mapping[str, Callable[[RankPeer], Link]]
 
 
 class KvMemory(Protocol):
@@ -44,7 +43,11 @@ class KvMemory(Protocol):
         ...
 
     def openers(self, geometry: Geometry) -> Openers:
-        """Kind of link → how to open one to a peer; fastest first."""
+        """Kind of link → how to open one to one rank of a peer; fastest first.
+
+        `geometry`: of this rank. Each opener takes a `RankPeer`, and what it opens moves the heads
+        that are named there. Raises: TransferError.
+        """
         ...
 
     def close(self) -> None:

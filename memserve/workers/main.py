@@ -159,7 +159,7 @@ class Worker:
                 epoch=spec.epoch,
                 protocol=PROTOCOL_VERSION,
                 geometry=geometry,
-                addresses=self._memory.addresses,
+                addresses={kind: (where,) for kind, where in self._memory.addresses.items()},
                 max_model_len=self._engine.max_model_len,
                 stats=self.loop.stats(),
                 startup_s={

@@ -18,7 +18,14 @@ from memserve.ops.device_memory import CudaDeviceMemory
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
-from memserve.workers.links.base import Completion, Link, plan_pieces, require_compatible
+from memserve.workers.links.base import (
+    Completion,
+    Link,
+    RankPeer,
+    plan_pieces,
+    rank_peer,
+    require_compatible,
+)
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.links.ipc import NUM_STREAMS, IpcLink, ipc_ops
 from memserve.workers.links.shm import ShmLink, open_shm
@@ -317,7 +324,7 @@ def test_writing_to_a_dead_peer_is_harmless_and_opening_one_fails() -> None:
     shape = geometry()
     with KvBuffer.create(buffer_bytes(shape)) as source, peer_process() as process:
         address = process.ask("own", buffer_bytes(shape))
-        link = open_shm(source, shape, joined(shape, {"shm": address}))
+        link = open_shm(source, shape, rank_of(shape, address))
         process.kill()
         link.send(T1, ids(1), ids(2))
         (done,) = link.poll()
@@ -327,19 +334,25 @@ def test_writing_to_a_dead_peer_is_harmless_and_opening_one_fails() -> None:
         link.close()
 
 
-def joined(of: Geometry, addresses: dict[str, str]) -> PeerJoined:
-    return PeerJoined(
-        epoch=1, peer=InstanceId("D0"), peer_epoch=1, geometry=of, addresses=addresses
+def rank_of(of: Geometry, address: str) -> RankPeer:
+    return RankPeer(InstanceId("D0"), 1, of, address)
+
+
+def test_a_peers_rank_is_known_by_its_address_and_number() -> None:
+    peer = PeerJoined(
+        epoch=1,
+        peer=InstanceId("D0"),
+        peer_epoch=3,
+        geometry=geometry(),
+        addresses={"tcp": ("host:1", "host:2")},
     )
-
-
-def test_a_peer_without_shared_memory_is_refused() -> None:
-    shape = geometry()
-    with (
-        KvBuffer.create(buffer_bytes(shape)) as source,
-        pytest.raises(TransferError, match=r"D0 has no shared memory.*offers: tcp"),
-    ):
-        open_shm(source, shape, joined(shape, {"tcp": "host:1"}))
+    second = rank_peer("tcp", peer, 1)
+    assert (second.peer, second.peer_epoch, second.address) == ("D0", 3, "host:2")
+    assert second.geometry.tp_rank == 1
+    with pytest.raises(TransferError, match=r"rank 2 of D0 has no .* tcp; D0 offers: tcp$"):
+        rank_peer("tcp", peer, 2)
+    with pytest.raises(TransferError, match=r"rank 0 of D0 has no .* shm; D0 offers: tcp$"):
+        rank_peer("shm", peer)
 
 
 def test_a_geometry_larger_than_the_buffer_is_refused() -> None:
@@ -347,7 +360,7 @@ def test_a_geometry_larger_than_the_buffer_is_refused() -> None:
     size_bytes = buffer_bytes(shape)
     with KvBuffer.create(size_bytes) as source, KvBuffer.create(size_bytes - 1) as target:
         with pytest.raises(TransferError, match=f"covers {size_bytes} bytes"):
-            open_shm(source, shape, joined(shape, {"shm": target.address}))
+            open_shm(source, shape, rank_of(shape, target.address))
         target.array[:] = 1  # the owner's mapping is not touched by the failed opening
 
 

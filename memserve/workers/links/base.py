@@ -20,7 +20,7 @@ import msgspec
 
 from memserve.errors import GeometryMismatchError, TransferError
 from memserve.messages import PeerJoined
-from memserve.types import BlockId, Geometry, InstanceId, TransferId
+from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -65,6 +65,37 @@ class Link(Protocol):
     def close(self) -> None:
         """Stop everything; on return the link touches no memory. No completions follow."""
         ...
+
+
+class RankPeer(msgspec.Struct, frozen=True):
+    """One rank of a peer, as one rank of this instance writes to it: what a kind of link opens.
+
+    The heads are those that both ranks have: `own_heads` of this rank's pages go into `peer_heads`
+    of the peer's, of every block that is sent. None: all of them, the usual case of equal ranks.
+    `ops/views.head_rows` turns heads into the rows of a page.
+    """
+
+    peer: InstanceId
+    peer_epoch: int
+    geometry: Geometry
+    """Of that rank of the peer."""
+    address: str
+    """Where its memory is, in the words of the link's kind."""
+    own_heads: Heads | None = None
+    peer_heads: Heads | None = None
+
+
+def rank_peer(kind: str, peer: PeerJoined, rank: int = 0) -> RankPeer:
+    """Rank `rank` of the peer, all heads. Raises: TransferError if it has no such memory."""
+    addresses = peer.addresses.get(kind, ())
+    if rank >= len(addresses):
+        offered = ", ".join(sorted(peer.addresses)) or "none"
+        raise TransferError(
+            f"rank {rank} of {peer.peer} has no memory for a link of kind {kind};"
+            f" {peer.peer} offers: {offered}"
+        )
+    geometry = msgspec.structs.replace(peer.geometry, tp_rank=rank)
+    return RankPeer(peer.peer, peer.peer_epoch, geometry, addresses[rank])
 
 
 class LinkOpener(Protocol):

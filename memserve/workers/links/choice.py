@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from memserve.errors import TransferError
 from memserve.messages import PeerJoined
-from memserve.workers.links.base import Link
+from memserve.workers.links.base import Link, RankPeer, rank_peer
 
 AUTO = "auto"
 
@@ -19,9 +19,7 @@ AUTO = "auto"
 class LinkChoice:
     """A `LinkOpener` over several kinds of links."""
 
-    def __init__(
-        self, kinds: Mapping[str, Callable[[PeerJoined], Link]], wanted: str = AUTO
-    ) -> None:
+    def __init__(self, kinds: Mapping[str, Callable[[RankPeer], Link]], wanted: str = AUTO) -> None:
         """`kinds`: how to open each, fastest first. `wanted`: `auto`, or the only kind to use."""
         self._kinds = dict(kinds)
         self._wanted = wanted
@@ -30,7 +28,7 @@ class LinkChoice:
         """Raises: TransferError (no kind in common; the peer's memory cannot be reached)."""
         for kind, open_link in self._kinds.items():
             if kind in peer.addresses and self._wanted in (AUTO, kind):
-                return open_link(peer)
+                return open_link(rank_peer(kind, peer))
         offered = ", ".join(sorted(peer.addresses)) or "none"
         here = ", ".join(self._kinds) or "none"
         only = "" if self._wanted == AUTO else f" (transfer.link is {self._wanted!r})"

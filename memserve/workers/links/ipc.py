@@ -31,14 +31,13 @@ import msgspec
 import torch
 
 from memserve.errors import StartError, TransferError
-from memserve.messages import PeerJoined
 from memserve.ops.blocks import BlockOps, CudaBlockOps, Method
 from memserve.ops.build import open_library
 from memserve.ops.device_memory import DeviceMemory
 from memserve.ops.views import BlockView
 from memserve.types import BlockId, Geometry, TransferId
 from memserve.workers.gpu_memory import KIND, GpuBuffer, PeerGpuBuffer
-from memserve.workers.links.base import Completion, has_whole_blocks
+from memserve.workers.links.base import Completion, RankPeer, has_whole_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +179,7 @@ class IpcLink:
 def open_ipc(
     source: GpuBuffer,
     source_geometry: Geometry,
-    peer: PeerJoined,
+    peer: RankPeer,
     memory: DeviceMemory,
     device: torch.device,
 ) -> IpcLink:
@@ -188,11 +187,7 @@ def open_ipc(
 
     Raises: TransferError (no such memory, no way there, no library to copy with).
     """
-    address = peer.addresses.get(KIND)
-    if address is None:
-        offered = ", ".join(sorted(peer.addresses)) or "none"
-        raise TransferError(f"{peer.peer} has no GPU memory to write to; it offers: {offered}")
-    target = PeerGpuBuffer(memory, address)
+    target = PeerGpuBuffer(memory, peer.address)
     try:
         link = IpcLink(
             source.tensor,

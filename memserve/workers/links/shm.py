@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from memserve.errors import TransferError
-from memserve.messages import PeerJoined
 from memserve.types import BlockId, Geometry, TransferId
 from memserve.workers.kvbuffer import KvBuffer
-from memserve.workers.links.base import Completion, Piece, plan_pieces
+from memserve.workers.links.base import Completion, Piece, RankPeer, plan_pieces
 
 KIND = "shm"
 """Key of the buffer's address in `Ready.addresses` and `PeerJoined.addresses`."""
@@ -121,13 +120,9 @@ class ShmLink:
         return written
 
 
-def open_shm(source: KvBuffer, source_geometry: Geometry, peer: PeerJoined) -> ShmLink:
+def open_shm(source: KvBuffer, source_geometry: Geometry, peer: RankPeer) -> ShmLink:
     """Map the peer's buffer. Raises: TransferError."""
-    address = peer.addresses.get(KIND)
-    if address is None:
-        offered = ", ".join(sorted(peer.addresses)) or "none"
-        raise TransferError(f"{peer.peer} has no shared memory to write to; it offers: {offered}")
-    target = KvBuffer.open(address)
+    target = KvBuffer.open(peer.address)
     try:
         return ShmLink(source, source_geometry, target, peer.geometry)
     except TransferError:
