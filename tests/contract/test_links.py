@@ -3,8 +3,11 @@ memory of another process, and on a GPU that is itself a fake."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,8 +30,11 @@ from memserve.workers.links.base import (
     require_compatible,
 )
 from memserve.workers.links.fake import FakeLink
+from memserve.workers.links.heads import Route
 from memserve.workers.links.ipc import NUM_STREAMS, IpcLink, ipc_ops
+from memserve.workers.links.ranked import RankedLink
 from memserve.workers.links.shm import ShmLink, open_shm
+from memserve.workers.rank_group import RankGroup
 from tests.contract.gpu_rig import FakeDevice, FakeOps, FakeStream, Host
 from tests.contract.link_rig import (
     NUM_BLOCKS,
@@ -40,6 +46,7 @@ from tests.contract.link_rig import (
     peer_process,
     read_block,
 )
+from tests.contract.rank_rig import start_agent
 
 LAYOUTS = [
     ("block_first", "block_first"),
@@ -81,6 +88,18 @@ class Wire:
         return as_bytes(self.target)
 
 
+class RankWire(Wire):
+    """By an agent in a thread of its own: whose answers have to be waited for."""
+
+    def run(self) -> list[Completion]:
+        done: list[Completion] = []
+        deadline = time.monotonic() + 20
+        while self.link._jobs:  # type: ignore[attr-defined]
+            assert time.monotonic() < deadline
+            done += self.link.poll()
+        return done + self.link.poll()
+
+
 def as_bytes(memory: object) -> bytes:
     """All of a memory, wherever it is."""
     if isinstance(memory, torch.Tensor):
@@ -106,10 +125,17 @@ class Maker:
         self._peer = peer
         self._buffers: list[KvBuffer | GpuBuffer | PeerGpuBuffer] = []
         self._links: list[Link] = []
+        self._groups: list[RankGroup] = []
+        self._agents: list[threading.Thread] = []
 
     def __call__(self, source_layout: str, target_layout: str) -> Wire:
         source_of, target_of = geometry(source_layout), geometry(target_layout, NUM_BLOCKS + 4)
-        make = {"fake": self._fake, "ipc": self._ipc, "ipc on a fake GPU": self._ipc_on_fakes}
+        make = {
+            "fake": self._fake,
+            "ipc": self._ipc,
+            "ipc on a fake GPU": self._ipc_on_fakes,
+            "by a rank's agent": self._by_agent,
+        }
         wire = make.get(self._kind, self._shm)(source_of, target_of)
         self._links.append(wire.link)
         return wire
@@ -117,8 +143,23 @@ class Maker:
     def close(self) -> None:
         for link in self._links:
             link.close()
+        for group in self._groups:
+            group.close()
+        for agent in self._agents:
+            agent.join(20)
+            assert not agent.is_alive()
         for buffer in self._buffers:
             buffer.close()
+
+    def _by_agent(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        inner = self._shm(source_of, target_of)
+        driver, end = multiprocessing.Pipe()
+        self._agents.append(start_agent(end, {"shm": lambda peer: inner.link}))
+        group = RankGroup([driver])
+        self._groups.append(group)
+        peer = RankPeer(InstanceId("D0"), 1, target_of, "there")
+        link = RankedLink(group.open("shm", [Route(0, peer)]))
+        return RankWire(link, inner.source, inner.target, source_of, target_of)
 
     def _fake(self, source_of: Geometry, target_of: Geometry) -> Wire:
         source, target = bytearray(buffer_bytes(source_of)), bytearray(buffer_bytes(target_of))
@@ -130,7 +171,7 @@ class Maker:
         buffer = KvBuffer.create(buffer_bytes(source_of))
         self._buffers.append(buffer)
         fill_random(buffer.array, seed=1)
-        if self._kind == "shm":
+        if self._kind != "shm across processes":
             owned = KvBuffer.create(buffer_bytes(target_of))
             self._buffers.append(owned)
             mapped = KvBuffer.open(owned.address)
@@ -173,6 +214,7 @@ class Maker:
         "shm",
         "shm across processes",
         "ipc on a fake GPU",
+        "by a rank's agent",
         pytest.param("ipc", marks=pytest.mark.gpu),
     ]
 )
