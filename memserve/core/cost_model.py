@@ -6,7 +6,7 @@ fetching and recomputing, and by the simulator in place of engines. The paper: s
 
 A prompt is computed in steps of at most `chunk_tokens`, each of which costs
 
-    max(floor, host + products(n) + element-wise operators(n) + attention(n, c))
+    max(floor, host + products(n) + element-wise operators(n) + all-reduces(n) + attention(n, c))
 
 with n the tokens that the step computes and c those before them. All that depends on n alone is
 tabulated when the model is built; the attention of all full chunks is summed in closed form. So a
@@ -48,7 +48,7 @@ class CostModel:
         self._chunk = profile.chunk_tokens
         self._graph_tokens = profile.graph_sizes[-1] if profile.graph_sizes else 0
         self._request_s, self._prompt_token_s = step.request_s, step.prompt_token_s
-        self._long_floor_s, self._graph_floor_s = step.floor_s, step.graph_floor_s
+        self._long_floor_s, self._graph_floor_s = profile.floor_s(self.tp), step.graph_floor_s
         attention = profile.attention_fit(*profile.shape.heads(self.tp))
         scale = layers * step.attention_scale
         self._cached_pair_s = attention.cached_pair_s * scale
@@ -58,9 +58,8 @@ class CostModel:
         self._fixed_s = attention.fixed_s * scale
         tokens = np.arange(self._chunk + 1, dtype=np.int64)
         parts = step_parts(profile, self.tp, tokens)
-        self._dense: list[float] = (
-            step.host_s + step.gemm_scale * parts.gemms_s + step.linear_scale * parts.linear_s
-        ).tolist()
+        work = step.gemm_scale * parts.gemms_s + step.linear_scale * parts.linear_s
+        self._dense: list[float] = (step.host_s + work + parts.reduce_s).tolist()
         self._dense_array = np.array(self._dense)
         scale = layers * step.decode_scale
         rows = np.arange(_DECODE_ROWS + 1, dtype=np.int64)
@@ -70,6 +69,7 @@ class CostModel:
         self._decode: list[float] = (
             step.decode_host_s
             + step.decode_scale * (parts.gemms_s + parts.linear_s)
+            + parts.reduce_s
             + scale * attention.decode_fixed_s
             + rows * self._decode_request_s
         ).tolist()

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+"""What keeps the ranks of an instance from NVLink multicast: a program that dies with it set up can
+leave the GPUs of a host unusable for everybody. vLLM's own all-reduce does without it."""
+
 
 def set_engine_environment(
     environment: MutableMapping[str, str], *, num_threads: int, log_level: str

@@ -1,0 +1,309 @@
+"""The engines of figure 14: a process for each, which take turns at measuring.
+
+For `fig14_cost_model.py`, which says what for. `python -m bench.fig14_engines JOB` is such a
+process; it writes what it has found after each turn, so that the bench can stop at any time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from memserve.core.cost_samples import PrefillSample, ReduceSample, Samples
+from memserve.profiles import device_name
+from memserve.workers.all_reduce import measure_reduces
+from memserve.workers.calibrate import (
+    ROUNDS,
+    by_point,
+    measure_operators,
+    prefill_points,
+    prefill_round,
+    undisturbed,
+    with_steps,
+)
+from memserve.workers.cores import fastest_cores
+
+LENGTHS = (256, 512, 1024, 1536, 2000, 4096, 8192, 12288, 16352)
+SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95)
+READY = "fig14: ready"
+ALL_REDUCE = "all-reduce"
+"""The name of the job that measures it, and of its result."""
+RANKS = 2
+
+T = TypeVar("T")
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process has to do."""
+
+    name: str
+    folder: str = ""
+    device: str
+    clock: str = "time"
+    tp: int = 1
+    """Of the prediction."""
+    is_half: bool = False
+    """`folder` is one rank's half of the model."""
+    engine: dict[str, Any] = {}
+    max_model_len: int = 0
+    kv_bytes: int = 0
+    rounds: int = ROUNDS
+    result: str
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What it found."""
+
+    samples: Samples | None = None
+    """None of what is only predicted."""
+    prefills: list[list[PrefillSample]] = []
+    """The repeats at each point."""
+    reduces: list[ReduceSample] = []
+    has_reduce: bool = False
+    """Whether the prefills have all-reduces in them."""
+    started_s: float = 0.0
+    measured_s: float = 0.0
+
+
+# ── in an engine's process ────────────────────────────────────────────────────────────────────
+
+
+def run_job(job: Job) -> None:
+    """Start the engine; measure operators and rounds, a turn each; write what is found so far."""
+    from memserve.workers.environment import NO_MULTICAST, set_engine_environment
+
+    if job.tp > 1:
+        os.environ.update(NO_MULTICAST)
+    set_engine_environment(os.environ, num_threads=1, log_level="error")
+    turn = Turns()
+    if job.name == ALL_REDUCE:
+        write(job, Result(reduces=turn(lambda: measure_reduces(job.device, RANKS))))
+        return
+    begun = time.perf_counter()
+    probe = make_probe(job)
+    probe.start()
+    started_s = time.perf_counter() - begun
+    is_calibrated = job.tp == 1
+    samples = turn(lambda: operators_of(probe, job) if is_calibrated else None)
+    if job.device == "cuda":
+        probe.pin(turn.cores)
+    turn(probe.warm_up)
+    fitted = prefill_points(probe.longest) if is_calibrated else []
+    tested = [(x, int(x * y)) for y in SHARES for x in LENGTHS if x <= probe.longest]
+    rounds = []
+
+    def note() -> None:
+        prefills = by_point(rounds)
+        calibrated = undisturbed(found for found in prefills[: len(fitted)] if found)
+        known = samples and msgspec.structs.replace(samples, prefills=calibrated)
+        result = Result(
+            samples=known,
+            prefills=[found for found in prefills[len(fitted) :] if found],
+            has_reduce=job.tp > 1 and not job.is_half,
+            started_s=started_s,
+            measured_s=turn.measured_s,
+        )
+        write(job, result)
+
+    for index in range(job.rounds):
+        rounds.append(
+            turn(lambda index=index: prefill_round(probe, fitted + tested, index))  # type: ignore[misc]
+        )
+        note()
+    if samples is not None:
+        known = samples
+        samples = turn(lambda: with_steps(known, probe, [], silent))
+        note()
+
+
+def make_probe(job: Job) -> Any:
+    """An engine's, as instances have them. Imports torch and vllm."""
+    import torch
+
+    from memserve.engine_args import engine_defaults
+    from memserve.workers.probe import EngineProbe
+
+    torch.set_num_threads(1)
+    engine: dict[str, Any] = engine_defaults(job.device) | {"dtype": "bfloat16"}
+    if not list(Path(job.folder).glob("*.safetensors")):
+        engine |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    engine["max_model_len"] = job.max_model_len
+    if job.device == "cuda":
+        engine["gpu_memory_utilization"] = 0.1  # asked for at the start; kv_bytes decides
+    if job.tp > 1 and not job.is_half:
+        fused = {"pass_config": {"fuse_allreduce_rms": False}}  # may set up NVLink multicast
+        engine |= {"tensor_parallel_size": job.tp, "compilation_config": fused}
+    clock = time.process_time if job.clock == "process" else time.perf_counter
+    return EngineProbe(job.folder, engine | job.engine, job.kv_bytes, clock=clock)
+
+
+def operators_of(probe: Any, job: Job) -> Samples:
+    """All operators alone, and how the engine cuts its steps."""
+    from memserve.workers.spec import CalibrationJob
+
+    calibration = CalibrationJob(
+        name=job.name,
+        model=job.folder,
+        kv_bytes=None,
+        device=device_name(job.device),
+        dtype="bfloat16",
+        created="",
+    )
+    samples = measure_operators(probe, calibration, silent)
+    limits = probe.limits
+    return msgspec.structs.replace(
+        samples, chunk_tokens=limits.chunk_tokens, graph_sizes=limits.graph_sizes
+    )
+
+
+def write(job: Job, result: Result) -> None:
+    """In one piece: the bench may read at any time."""
+    path = Path(job.result)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(result))
+    partial.replace(path)
+
+
+class Turns:
+    """Measures only while it is this process's turn: only one of them uses the GPUs at a time."""
+
+    def __init__(self) -> None:
+        self.measured_s = 0.0
+        self.cores: list[int] = []
+
+    def __call__(self, measure: Callable[[], T]) -> T:
+        """Say that the last turn is over, wait for the next, measure."""
+        print(READY, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            raise SystemExit("the bench has gone")
+        self.cores = [int(core) for core in line.split()]
+        begun = time.perf_counter()
+        found = measure()
+        self.measured_s += time.perf_counter() - begun
+        return found
+
+
+def silent(_: str) -> None:
+    """Progress is told by the bench itself."""
+
+
+# ── in the bench's own ────────────────────────────────────────────────────────────────────────
+
+
+class Child:
+    """The process of a job. It ends with the block, whatever happens."""
+
+    def __init__(self, job: Job, log: IO[bytes]) -> None:
+        self.job = job
+        self._log = log
+        command = [sys.executable, "-m", "bench.fig14_engines"]
+        self.process = subprocess.Popen(
+            [*command, msgspec.json.encode(job).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+
+    def is_ready(self) -> bool:
+        """Waits for the end of its turn. False: it was the last one, or the process failed."""
+        assert self.process.stdout is not None
+        return any(line.strip() == READY for line in self.process.stdout)
+
+    def go(self, cores: Sequence[int]) -> None:
+        """It is its turn."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(" ".join(map(str, cores)) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:  # `is_ready` will say so
+            pass
+
+    def complaint(self) -> str | None:
+        """What it said last, if it failed."""
+        if self.process.wait() == 0:
+            return None
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()[-30:]
+        return "\n".join([f"{self.job.name} failed:", *lines])
+
+
+@contextmanager
+def started(jobs: Sequence[Job], folder: Path, deadline_s: float) -> Iterator[list[Child]]:
+    """All of them; what runs at the deadline is ended then."""
+    with ExitStack() as stack:
+        children = []
+        for index, job in enumerate(jobs):
+            log = stack.enter_context((folder / f"{index}.log").open("w+b"))
+            children.append(Child(job, log))
+            stack.callback(end, children[-1].process)
+        watchdog = threading.Timer(deadline_s, lambda: [end(one.process) for one in children])
+        stack.callback(watchdog.cancel)
+        watchdog.start()
+        yield children
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ask first: the processes of an engine's ranks go with it. Then kill it."""
+    process.terminate()
+    try:
+        process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    process.wait()
+
+
+def run_all(jobs: Sequence[Job], folder: Path, deadline_s: float) -> dict[str, Result]:
+    """Start all, then let them measure in turns. What failed is told and left out."""
+    with started(jobs, folder, deadline_s) as children:
+        waiting = [one for one in children if is_going_on(one)]
+        cores = fastest_cores(RANKS + 1)
+        print(f"all started; cores {cores}", flush=True)
+        while waiting:
+            for one in waiting:
+                begun = time.perf_counter()
+                one.go(cores)
+                one_goes_on = is_going_on(one)
+                took_s = time.perf_counter() - begun
+                print(f"{one.job.name}: {took_s:.1f} s{'' if one_goes_on else ', done'}")
+                sys.stdout.flush()
+            waiting = [one for one in waiting if one.process.poll() is None]
+    paths = {job.name: Path(job.result) for job in jobs}
+    return {
+        name: msgspec.json.decode(path.read_bytes(), type=Result)
+        for name, path in paths.items()
+        if path.exists()
+    }
+
+
+def is_going_on(child: Child) -> bool:
+    """Whether it waits for another turn. Says why not, if it failed."""
+    if child.is_ready():
+        return True
+    if complaint := child.complaint():
+        print(complaint, flush=True)
+    return False
+
+
+def main() -> None:
+    """Be the process of the job in the first argument."""
+    run_job(msgspec.json.decode(sys.argv[1], type=Job))
+    sys.stdout.flush()
+    for process in multiprocessing.active_children():  # an engine's ranks
+        process.kill()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
