@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -39,6 +39,7 @@ READY = "fig14: ready"
 ALL_REDUCE = "all-reduce"
 """The name of the job that measures it, and of its result."""
 RANKS = 2
+COMMAND = (sys.executable, "-m", "bench.fig14_engines")
 
 T = TypeVar("T")
 
@@ -204,10 +205,9 @@ def silent(_: str) -> None:
 class Child:
     """The process of a job. It ends with the block, whatever happens."""
 
-    def __init__(self, job: Job, log: IO[bytes]) -> None:
+    def __init__(self, job: Job, log: IO[bytes], command: Sequence[str] = COMMAND) -> None:
         self.job = job
         self._log = log
-        command = [sys.executable, "-m", "bench.fig14_engines"]
         self.process = subprocess.Popen(
             [*command, msgspec.json.encode(job).decode()],
             stdin=subprocess.PIPE,
@@ -238,6 +238,19 @@ class Child:
         lines = self._log.read().decode(errors="replace").splitlines()[-30:]
         return "\n".join([f"{self.job.name} failed:", *lines])
 
+    def end(self) -> None:
+        """Ask first: the processes of an engine's ranks go with it. Then kill it."""
+        self.process.terminate()
+        try:
+            self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
 
 @contextmanager
 def started(jobs: Sequence[Job], folder: Path, deadline_s: float) -> Iterator[list[Child]]:
@@ -247,21 +260,11 @@ def started(jobs: Sequence[Job], folder: Path, deadline_s: float) -> Iterator[li
         for index, job in enumerate(jobs):
             log = stack.enter_context((folder / f"{index}.log").open("w+b"))
             children.append(Child(job, log))
-            stack.callback(end, children[-1].process)
-        watchdog = threading.Timer(deadline_s, lambda: [end(one.process) for one in children])
+            stack.callback(children[-1].end)
+        watchdog = threading.Timer(deadline_s, lambda: [one.end() for one in children])
         stack.callback(watchdog.cancel)
         watchdog.start()
         yield children
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """Ask first: the processes of an engine's ranks go with it. Then kill it."""
-    process.terminate()
-    try:
-        process.wait(5.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-    process.wait()
 
 
 def run_all(jobs: Sequence[Job], folder: Path, deadline_s: float) -> dict[str, Result]:

@@ -138,7 +138,8 @@ def test_nothing_is_cut_off_at_common_widths(width: int) -> None:
     text = _text(frame, width)
     assert "…" not in text
     assert "http://127.0.0.1:8000  1P1D-CC" in text
-    for words in ("smollm2-135m-instruct", "1P1D-CC · caching full · device cpu", "● ready"):
+    costs = "costs  × 1.12 observed  calibrated at noon for m, H200"
+    for words in ("smollm2-135m-instruct", "1P1D-CC · caching full · device cpu", "● ready", costs):
         assert words in text
     assert "█ active  ▒ historical  · free" in text
     assert text.rstrip().endswith("q quit")
