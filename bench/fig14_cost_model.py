@@ -58,7 +58,7 @@ SHORT = 2048
 """Tokens: below, the launches bound most prefills on a fast GPU."""
 KV_PROMPTS = 2.1
 """Room for so many prompts of full length: the cached one, and one that is computed."""
-NO_REDUCE = ReduceFit("none: one rank's half", 0.0, 1e15, launch_s=0.0)
+NO_REDUCE = ReduceFit(0.0, 1e15, source="none: one rank's half")
 
 
 def write_shard(source: Path, target: Path) -> Path:

@@ -53,8 +53,8 @@ _CPU_LINKS = {
     "dram": LinkFit(0.2e-3, 10e9),
 }
 
-_REDUCE = ReduceFit("built in, of GPUs joined by NVLink", 10e-6, 250e9, launch_s=25e-6)
-_REDUCE_ON_CPU = ReduceFit("built in, of processes of one host", 100e-6, 5e9, launch_s=0.0)
+_REDUCE = ReduceFit(10e-6, 250e9, launch_s=25e-6, source="built in, of GPUs joined by NVLink")
+_REDUCE_ON_CPU = ReduceFit(100e-6, 5e9, source="built in, of processes on one host")
 
 CPU = DeviceSpec(
     name="cpu",

@@ -19,7 +19,7 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Tokens: TypeAlias = npt.NDArray[np.int64]
 
-FORMAT = 2
+FORMAT = 1
 """Raised whenever the meaning of a field changes: older profiles are not read."""
 
 CALIBRATED = "calibrated"
@@ -220,14 +220,14 @@ class ReduceFit(msgspec.Struct, frozen=True):
     times a correction: libraries choose other ways for other sizes.
     """
 
-    source: str
-    """Where it comes from, for people."""
     fixed_s: float
     bytes_per_s: float
-    launch_s: float
+    launch_s: float = 0.0
     """What launching one takes on the host, outside of graphs."""
     correction: tuple[tuple[int, float], ...] = ()
     """Bytes of the message, rising → measured over the formula."""
+    source: str = "not known"
+    """Where it comes from, for people."""
 
     def seconds(self, ranks: int, size_bytes: Floats) -> Floats:
         """Shape: that of `size_bytes`."""

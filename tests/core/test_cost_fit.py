@@ -84,7 +84,7 @@ def truth(step: StepFit) -> Profile:
         gemms=tuple(true_gemm(gemm) for gemm in (*SHAPE.layer_gemms(1), SHAPE.head_gemm(1))),
         attention=(AttentionFit(32, 8, 4e-11, 2.1e-11, 5e-10, 1.2e-9, 4e-6, 5e-6, 1e-7, 1.2e-9),),
         elementwise={name: LinearFit(3e-6, 1.5e-12) for name in SHAPE.elementwise(1)},
-        reduce=ReduceFit("truth", 1e-5, 1.5e11, 3e-5),
+        reduce=ReduceFit(1e-5, 1.5e11, 3e-5),
         step=step,
         links={"ipc": LinkFit(1e-3, 2e11)},
     )

@@ -47,7 +47,7 @@ SMALL = ModelShape(
 )
 
 
-FREE_REDUCE = ReduceFit("none", 0.0, 1e15, 0.0)
+FREE_REDUCE = ReduceFit(0.0, 1e15)
 
 
 def make_profile(**changes: Any) -> Profile:
@@ -71,7 +71,7 @@ def make_profile(**changes: Any) -> Profile:
             AttentionFit(heads, kv_heads, 2e-9, 1e-9, 1e-8, 5e-9, 1e-6, 1e-6, 1e-7, 1e-9),
         ),
         "elementwise": {name: LinearFit(1e-6, 1e-12) for name in SMALL.elementwise(1)},
-        "reduce": ReduceFit("r", 5e-6, 1e10, 1e-6),
+        "reduce": ReduceFit(5e-6, 1e10, 1e-6),
         "step": StepFit(request_s=1e-4, host_s=2e-5, prompt_token_s=1e-8, decode_host_s=3e-5),
         "links": {"ipc": LinkFit(1e-3, 2e11), "dram": LinkFit(1e-5, 5e10)},
     }
@@ -320,7 +320,7 @@ def test_more_ranks_compute_less_each() -> None:
 
 def test_ranks_pay_for_their_all_reduces() -> None:
     free = CostModel(make_profile(step=StepFit(), reduce=FREE_REDUCE), 2)
-    paid = CostModel(make_profile(step=StepFit(), reduce=ReduceFit("r", 1e-3, 1e9, 0.0)), 2)
+    paid = CostModel(make_profile(step=StepFit(), reduce=ReduceFit(1e-3, 1e9)), 2)
     sent = 64 * SMALL.hidden * 2  # 2·(tp−1)/tp of the activations
     expected = 2 * SMALL.num_layers * (1e-3 + sent / 1e9)
     assert paid.exec_s(64) - free.exec_s(64) == pytest.approx(expected)
@@ -328,7 +328,7 @@ def test_ranks_pay_for_their_all_reduces() -> None:
 
 def test_a_floor_has_the_launches_of_all_reduces_in_it() -> None:
     step = StepFit(floor_s=1.0, graph_floor_s=0.5)
-    reduce = ReduceFit("r", 1e-6, 1e12, launch_s=0.01)
+    reduce = ReduceFit(1e-6, 1e12, launch_s=0.01)
     model = CostModel(make_profile(step=step, reduce=reduce, graph_sizes=(8,)))
     assert model.exec_s(20) == 1.0
     assert model.with_tp(2).exec_s(20) == pytest.approx(1.0 + 2 * SMALL.num_layers * 0.01)
@@ -339,7 +339,7 @@ def test_a_floor_has_the_launches_of_all_reduces_in_it() -> None:
 
 
 def test_an_all_reduce_is_what_was_measured_at_its_size() -> None:
-    fit = ReduceFit("r", 1e-5, 1e11, 0.0, correction=((1 << 10, 1.0), (1 << 20, 2.0)))
+    fit = ReduceFit(1e-5, 1e11, correction=((1 << 10, 1.0), (1 << 20, 2.0)))
     small, mid, large = fit.seconds(2, np.array([1 << 10, 1 << 15, 1 << 22], dtype=float)).tolist()
     assert small == pytest.approx(1e-5 + (1 << 10) / 1e11)
     assert mid == pytest.approx(1.5 * (1e-5 + (1 << 15) / 1e11))

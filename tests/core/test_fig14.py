@@ -85,7 +85,7 @@ def test_two_ranks_are_predicted_with_the_all_reduces_that_are_in_them(has_reduc
     reduces = [ReduceSample(2, size, 2e-5 + size / 1e11, 5e-5) for size in (1 << 13, 1 << 26)]
     known = fit_operators(msgspec.structs.replace(samples, reduces=reduces), truth(STEP))
     if not has_reduce:
-        known = msgspec.structs.replace(known, reduce=ReduceFit("", 0.0, 1e15, 0.0))
+        known = msgspec.structs.replace(known, reduce=ReduceFit(0.0, 1e15))
     of_two = CostModel(known, 2)
     tests = [[PrefillSample(*at, of_two.exec_s(*at))] for at in points(TESTED)]
     results = {
