@@ -192,6 +192,9 @@ def evaluate(
     for name, result in results.items():
         if result.samples is not None:
             samples = msgspec.structs.replace(result.samples, reduces=reduces)
+            if result.calibrated:
+                prefills = undisturbed(result.calibrated)
+                samples = msgspec.structs.replace(samples, prefills=prefills)
         tests = undisturbed(result.prefills)
         if not tests:
             continue

@@ -39,6 +39,8 @@ READY = "fig14: ready"
 ALL_REDUCE = "all-reduce"
 """The name of the job that measures it, and of its result."""
 RANKS = 2
+RANKS_SPIN_S = 1.5
+"""An engine's ranks wait actively for about a second after a step: on cores that others need."""
 COMMAND = (sys.executable, "-m", "bench.fig14_engines")
 
 T = TypeVar("T")
@@ -67,8 +69,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     samples: Samples | None = None
     """None of what is only predicted."""
+    calibrated: list[list[PrefillSample]] = []
+    """The repeats at each point of the calibration; what it takes of them is in `samples`."""
     prefills: list[list[PrefillSample]] = []
-    """The repeats at each point."""
+    """The same, of the points that are tested."""
     reduces: list[ReduceSample] = []
     has_reduce: bool = False
     """Whether the prefills have all-reduces in them."""
@@ -104,12 +108,15 @@ def run_job(job: Job) -> None:
     rounds = []
 
     def note() -> None:
-        prefills = by_point(rounds)
-        calibrated = undisturbed(found for found in prefills[: len(fitted)] if found)
-        known = samples and msgspec.structs.replace(samples, prefills=calibrated)
+        points = by_point(rounds)
+        calibrated, prefills = (
+            [found for found in part if found]
+            for part in (points[: len(fitted)], points[len(fitted) :])
+        )
         result = Result(
-            samples=known,
-            prefills=[found for found in prefills[len(fitted) :] if found],
+            samples=samples and msgspec.structs.replace(samples, prefills=undisturbed(calibrated)),
+            calibrated=calibrated,
+            prefills=prefills,
             has_reduce=job.tp > 1 and not job.is_half,
             started_s=started_s,
             measured_s=turn.measured_s,
@@ -140,7 +147,7 @@ def make_probe(job: Job) -> Any:
         engine |= {"load_format": "dummy", "skip_tokenizer_init": True}
     engine["max_model_len"] = job.max_model_len
     if job.device == "cuda":
-        engine["gpu_memory_utilization"] = 0.1  # asked for at the start; kv_bytes decides
+        engine["gpu_memory_utilization"] = 0.05  # asked for at the start; kv_bytes decides
     if job.tp > 1 and not job.is_half:
         fused = {"pass_config": {"fuse_allreduce_rms": False}}  # may set up NVLink multicast
         engine |= {"tensor_parallel_size": job.tp, "compilation_config": fused}
@@ -277,10 +284,10 @@ def run_all(jobs: Sequence[Job], folder: Path, deadline_s: float) -> dict[str, R
             for one in waiting:
                 begun = time.perf_counter()
                 one.go(cores)
-                one_goes_on = is_going_on(one)
-                took_s = time.perf_counter() - begun
-                print(f"{one.job.name}: {took_s:.1f} s{'' if one_goes_on else ', done'}")
-                sys.stdout.flush()
+                end = "" if is_going_on(one) else ", done"
+                print(f"{one.job.name}: {time.perf_counter() - begun:.1f} s{end}", flush=True)
+                if one.job.tp > 1:
+                    time.sleep(RANKS_SPIN_S)
             waiting = [one for one in waiting if one.process.poll() is None]
     paths = {job.name: Path(job.result) for job in jobs}
     return {

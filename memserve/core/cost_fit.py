@@ -283,7 +283,7 @@ def _settle(
     """From a first guess: which steps are bound, the best fit to that, and again."""
     is_bound: list[list[bool]] = []
     for _ in range(_ROUNDS):
-        changed = [[_is_bound(step, chunk) for chunk in steps] for steps in chunks]
+        changed = [_bounds(step, steps) for steps in chunks]
         if changed == is_bound:
             break
         is_bound = changed
@@ -297,9 +297,7 @@ def _predict(
     """Seconds of the samples' prefills."""
     return np.array(
         [
-            step.request_s
-            + sample.num_tokens * step.prompt_token_s
-            + sum(max(_work_s(step, chunk), _floor_s(step, chunk)) for chunk in steps)
+            step.request_s + sample.num_tokens * step.prompt_token_s + _steps_s(step, steps)
             for sample, steps in zip(samples, chunks, strict=True)
         ]
     )
@@ -322,8 +320,22 @@ def _chunks(profile: Profile, sample: PrefillSample) -> Iterator[_Chunk]:
         before += tokens
 
 
-def _is_bound(step: StepFit, chunk: _Chunk) -> bool:
-    return _work_s(step, chunk) < _floor_s(step, chunk)
+def _bounds(step: StepFit, chunks: Sequence[_Chunk]) -> list[bool]:
+    """Which steps count by their floor, as `CostModel.exec_s` has it."""
+    floors_s = sum(_floor_s(step, chunk) for chunk in chunks)
+    if _full_s(step, chunks) + _work_s(step, chunks[-1]) < floors_s:
+        return [True] * len(chunks)
+    return [*(_work_s(step, chunk) < _floor_s(step, chunk) for chunk in chunks[:-1]), False]
+
+
+def _steps_s(step: StepFit, chunks: Sequence[_Chunk]) -> float:
+    floors_s = sum(_floor_s(step, chunk) for chunk in chunks)
+    return max(_full_s(step, chunks) + _work_s(step, chunks[-1]), floors_s)
+
+
+def _full_s(step: StepFit, chunks: Sequence[_Chunk]) -> float:
+    """Of all but the last one."""
+    return sum(max(_work_s(step, chunk), _floor_s(step, chunk)) for chunk in chunks[:-1])
 
 
 def _work_s(step: StepFit, chunk: _Chunk) -> float:

@@ -8,8 +8,9 @@ A prompt is computed in steps of at most `chunk_tokens`, each of which costs
 
     max(floor, host + products(n) + element-wise operators(n) + all-reduces(n) + attention(n, c))
 
-with n the tokens that the step computes and c those before them. All that depends on n alone is
-tabulated when the model is built; the attention of all full chunks is summed in closed form. So a
+with n the tokens that the step computes and c those before them. The host launches a step while
+the device computes the one before it, so the last step's floor counts only if launching all of them
+takes longer than computing. All that depends on n alone is tabulated when the model is built; the attention of all full chunks is summed in closed form. So a
 call costs about a microsecond, however long the prompt.
 """
 
@@ -95,13 +96,15 @@ class CostModel:
             return 0.0
         before = min(max(cached_tokens, 0), num_tokens - 1)
         last = num_tokens - before
-        seconds = 0.0
+        seconds = floor_s = 0.0
         if last > self._chunk:
             full = (last - 1) // self._chunk
             seconds = self._full_chunks_s(full, before)
+            floor_s = full * self._floor_s(self._chunk)
             before += full * self._chunk
             last -= full * self._chunk
-        seconds += self._chunk_s(last, before)
+        seconds += self._dense[last] + self._attention_s(last, before)
+        seconds = max(seconds, floor_s + self._floor_s(last))
         return self._factor * (seconds + self.request_s(num_tokens))
 
     def exec_many(self, num_tokens: int, cached_tokens: npt.ArrayLike) -> Floats:
@@ -115,13 +118,15 @@ class CostModel:
         start = before + full * chunk
         last = num_tokens - start
         floors = np.where(last <= self._graph_tokens, self._graph_floor_s, self._long_floor_s)
-        seconds = np.maximum(self._dense_array[last] + self._attention_s(last, start), floors)
+        floors = floors + full * self._floor_s(chunk)
+        seconds = self._dense_array[last] + self._attention_s(last, start)
         first = self._dense[chunk] + self._attention_s(chunk, before)
         if (full > 0).any() and first.min() < self._floor_s(chunk):
             costs = [self.exec_s(num_tokens, tokens) for tokens in cached.ravel().tolist()]
             return np.array(costs).reshape(cached.shape)
         growth = (chunk * self._cached_pair_s + self._read_s) * chunk
         seconds = seconds + full * first + growth * (full * (full - 1) // 2)
+        seconds = np.maximum(seconds, floors)
         total: Floats = self._factor * (seconds + self.request_s(num_tokens))
         return total
 
