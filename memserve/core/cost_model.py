@@ -10,8 +10,9 @@ A prompt is computed in steps of at most `chunk_tokens`, each of which costs
 
 with n the tokens that the step computes and c those before them. The host launches a step while
 the device computes the one before it, so the last step's floor counts only if launching all of them
-takes longer than computing. All that depends on n alone is tabulated when the model is built; the attention of all full chunks is summed in closed form. So a
-call costs about a microsecond, however long the prompt.
+takes longer than computing them. All that depends on n alone is tabulated when the model is built;
+the attention of all full chunks is summed in closed form. So a call costs about a microsecond,
+however long the prompt.
 """
 
 from __future__ import annotations

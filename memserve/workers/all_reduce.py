@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ _CALLS = 32
 _LAUNCHES = 200
 _RUNS = 5
 _TIMEOUT_S = 120.0
+_POLL_S = 0.1
 
 
 class ReduceJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,16 +82,22 @@ def measure_reduces(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, folder: Path) -> None:
-    """Until all have ended well; the first that has not ends the wait."""
-    for rank, process in enumerate(processes):
-        try:
-            status = process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise StartError(f"rank {rank} of an all-reduce did not end in time") from None
-        if status != 0:
-            lines = (folder / f"{rank}.log").read_text(errors="replace").strip().splitlines()
-            last = lines[-1] if lines else f"exit status {status}"
-            raise StartError(f"rank {rank} of an all-reduce failed: {last}")
+    """Until all have ended well. The first that has not ends the wait: the others wait for it."""
+    running = dict(enumerate(processes))
+    while running:
+        for rank, process in list(running.items()):
+            with suppress(subprocess.TimeoutExpired):
+                if (status := process.wait(_POLL_S)) != 0:
+                    last = _last(folder, rank, status)
+                    raise StartError(f"rank {rank} of an all-reduce failed: {last}")
+                del running[rank]
+        if running and time.monotonic() > deadline:
+            raise StartError(f"rank {min(running)} of an all-reduce did not end in time")
+
+
+def _last(folder: Path, rank: int, status: int) -> str:
+    lines = (folder / f"{rank}.log").read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"exit status {status}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

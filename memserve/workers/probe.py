@@ -134,6 +134,11 @@ class EngineProbe:
             pool.touch(found)
             self._held += [BlockId(block.block_id) for block in found]
 
+    @property
+    def held_tokens(self) -> int:
+        """Of the longest prompt, that cannot be evicted."""
+        return len(self._held) * self._engine.block_size
+
     def release_base(self) -> None:
         """Let its blocks be evicted."""
         pool = self._engine.block_pool
