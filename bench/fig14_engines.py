@@ -85,10 +85,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_job(job: Job) -> None:
     """Start the engine; measure operators and rounds, a turn each; write what is found so far."""
-    from memserve.workers.environment import NO_MULTICAST, set_engine_environment
+    from memserve.workers.environment import set_engine_environment
 
-    if job.tp > 1:
-        os.environ.update(NO_MULTICAST)
     set_engine_environment(os.environ, num_threads=1, log_level="error")
     turn = Turns()
     if job.name == ALL_REDUCE:
@@ -149,8 +147,7 @@ def make_probe(job: Job) -> Any:
     if job.device == "cuda":
         engine["gpu_memory_utilization"] = 0.05  # asked for at the start; kv_bytes decides
     if job.tp > 1 and not job.is_half:
-        fused = {"pass_config": {"fuse_allreduce_rms": False}}  # may set up NVLink multicast
-        engine |= {"tensor_parallel_size": job.tp, "compilation_config": fused}
+        engine["tensor_parallel_size"] = job.tp
     clock = time.process_time if job.clock == "process" else time.perf_counter
     return EngineProbe(job.folder, engine | job.engine, job.kv_bytes, clock=clock)
 

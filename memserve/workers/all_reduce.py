@@ -22,7 +22,7 @@ import msgspec
 
 from memserve.core.cost_samples import ReduceSample
 from memserve.errors import StartError
-from memserve.workers.environment import NO_MULTICAST, set_engine_environment
+from memserve.workers.environment import set_engine_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,6 @@ def measure_reduces(
         job_file.write_bytes(msgspec.json.encode(job))
         environment = dict(os.environ)
         set_engine_environment(environment, num_threads=1, log_level="error")
-        environment |= NO_MULTICAST
         processes = []
         for rank in range(ranks):
             log = stack.enter_context((Path(folder) / f"{rank}.log").open("wb"))

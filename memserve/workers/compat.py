@@ -106,9 +106,20 @@ def make_config(
         kv_transfer_config=transfer,
         kv_cache_memory_bytes=kv_bytes,
         enable_prefix_caching=True,
-        **engine,
+        **_without_multicast(engine),
     )
     return arguments.create_engine_config()
+
+
+def _without_multicast(engine: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Over several ranks, all-reduces are not fused with what follows, unless the user says so: the
+    fused ones may set up NVLink multicast (`environment.NO_MULTICAST` says what is wrong with it).
+    """
+    compilation = engine.get("compilation_config") or {}
+    if engine.get("tensor_parallel_size", 1) == 1 or not isinstance(compilation, Mapping):
+        return engine
+    passes = {"fuse_allreduce_rms": False, **(compilation.get("pass_config") or {})}
+    return {**engine, "compilation_config": {**compilation, "pass_config": passes}}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,3 +34,5 @@ def set_engine_environment(
     # Instances share the cores: binding would put every instance's threads onto the same ones.
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
+    for name, value in NO_MULTICAST.items():
+        environment.setdefault(name, value)
