@@ -58,10 +58,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     is_half: bool = False
     """`folder` is one rank's half of the model."""
     engine: dict[str, Any] = {}
+    """Arguments of the engine, beside those that are in force anyway."""
     max_model_len: int = 0
     kv_bytes: int = 0
     rounds: int = ROUNDS
     result: str
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.is_half else self.tp
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +120,7 @@ def run_job(job: Job) -> None:
             samples=samples and msgspec.structs.replace(samples, prefills=undisturbed(calibrated)),
             calibrated=calibrated,
             prefills=prefills,
-            has_reduce=job.tp > 1 and not job.is_half,
+            has_reduce=job.num_ranks > 1,
             started_s=started_s,
             measured_s=turn.measured_s,
         )
@@ -146,10 +151,8 @@ def make_probe(job: Job) -> Any:
     engine["max_model_len"] = job.max_model_len
     if job.device == "cuda":
         engine["gpu_memory_utilization"] = 0.05  # asked for at the start; kv_bytes decides
-    if job.tp > 1 and not job.is_half:
-        engine["tensor_parallel_size"] = job.tp
     clock = time.process_time if job.clock == "process" else time.perf_counter
-    return EngineProbe(job.folder, engine | job.engine, job.kv_bytes, clock=clock)
+    return EngineProbe(job.folder, engine | job.engine, job.kv_bytes, tp=job.num_ranks, clock=clock)
 
 
 def operators_of(probe: Any, job: Job) -> Samples:
@@ -283,7 +286,7 @@ def run_all(jobs: Sequence[Job], folder: Path, deadline_s: float) -> dict[str, R
                 one.go(cores)
                 end = "" if is_going_on(one) else ", done"
                 print(f"{one.job.name}: {time.perf_counter() - begun:.1f} s{end}", flush=True)
-                if one.job.tp > 1:
+                if one.job.num_ranks > 1:
                     time.sleep(RANKS_SPIN_S)
             waiting = [one for one in waiting if one.process.poll() is None]
     paths = {job.name: Path(job.result) for job in jobs}

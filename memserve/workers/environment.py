@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -36,3 +37,13 @@ def set_engine_environment(
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
     for name, value in NO_MULTICAST.items():
         environment.setdefault(name, value)
+
+
+def without_multicast(engine: Mapping[str, Any], tp: int) -> Mapping[str, Any]:
+    """The engine's arguments for `tp` ranks whose all-reduces are not fused with what follows, if
+    the user does not ask for it: the fused ones may set up NVLink multicast."""
+    compilation = engine.get("compilation_config") or {}
+    if tp == 1 or not isinstance(compilation, Mapping):
+        return engine
+    passes = {"fuse_allreduce_rms": False, **(compilation.get("pass_config") or {})}
+    return {**engine, "compilation_config": {**compilation, "pass_config": passes}}

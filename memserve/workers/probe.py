@@ -70,6 +70,7 @@ class EngineProbe:
         engine: Mapping[str, Any],
         kv_bytes: int | None,
         layout: str = "auto",
+        tp: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Only the configuration. Arguments as in `compat.make_config`.
@@ -80,7 +81,13 @@ class EngineProbe:
         self.clock = clock
         self._hooks = _Hooks()
         self._config = make_config(
-            model, engine, engine_id="probe", kv_bytes=kv_bytes, layout=layout, host=self._hooks
+            model,
+            engine,
+            engine_id="probe",
+            kv_bytes=kv_bytes,
+            layout=layout,
+            host=self._hooks,
+            tp=tp,
         )
         text: Any = self._config.model_config.hf_text_config
         self.dtype: torch.dtype = self._config.model_config.dtype
