@@ -61,6 +61,8 @@ _COPY_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 _DECODE_STEPS = 24
 ROUNDS = 8
 """Of prefills: all points in turn, so that a slow minute of the host falls on no point alone."""
+_ROUNDS_ON_CPU = 4
+"""There one takes ten seconds and more."""
 _SHORT_TOKENS = 2048
 """Longer computations are bound by the device, which is steadier: every third round will do."""
 _FIRST_LONG, _EVERY_LONG = 1, 3
@@ -92,8 +94,9 @@ def measure(probe: EngineProbe, job: CalibrationJob, report: Report) -> Samples:
     probe.warm_up()
     points = prefill_points(probe.longest)
     rounds = []
-    for index in range(ROUNDS):
-        report(f"{len(points)} prefills, round {index + 1} of {ROUNDS}")
+    count = ROUNDS if probe.is_on_gpu else _ROUNDS_ON_CPU
+    for index in range(count):
+        report(f"{len(points)} prefills, round {index + 1} of {count}")
         rounds.append(prefill_round(probe, points, index))
     return with_steps(samples, probe, undisturbed(by_point(rounds)), report)
 

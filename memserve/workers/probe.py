@@ -112,7 +112,9 @@ class EngineProbe:
     def pin(self, cores: Sequence[int]) -> None:
         """Keep what launches the kernels on the first of these cores: this thread, or the process
         of each rank on a core of its own, and this thread on the next one."""
-        ranks = sorted(multiprocessing.active_children(), key=lambda process: process.name)
+        has_ranks = self._config.parallel_config.world_size > 1
+        ranks = multiprocessing.active_children() if has_ranks else []
+        ranks.sort(key=lambda process: process.name)
         launching = [process.pid for process in ranks if process.pid is not None]
         for pid, core in zip([*launching, 0], cores, strict=False):
             os.sched_setaffinity(pid, {core})
@@ -122,7 +124,7 @@ class EngineProbe:
         stays so where another one has room beside it."""
         before = float("inf")
         points = [point for point in _WARM_UP if point[0] <= self.longest]
-        for _ in range(_MOST_WARM_UPS):
+        for _ in range(_MOST_WARM_UPS if points else 0):
             total = sum(self.prefill(*point).seconds for point in points)
             if abs(total / before - 1) < _STEADY:
                 break
