@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -39,6 +40,8 @@ READY = "fig14: ready"
 ALL_REDUCE = "all-reduce"
 """The name of the job that measures it, and of its result."""
 RANKS = 2
+START_S = 240.0
+TURN_S = 100.0
 RANKS_SPIN_S = 1.5
 """An engine's ranks wait actively for about a second after a step: on cores that others need."""
 COMMAND = (sys.executable, "-m", "bench.fig14_engines")
@@ -221,6 +224,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            start_new_session=True,
         )
 
     def is_ready(self) -> bool:
@@ -237,6 +241,11 @@ class Child:
         except BrokenPipeError:  # `is_ready` will say so
             pass
 
+    def _kill(self) -> None:
+        """With the processes of an engine's ranks, which are of its group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def complaint(self) -> str | None:
         """What it said last, if it failed."""
         if self.process.wait() == 0:
@@ -245,13 +254,19 @@ class Child:
         lines = self._log.read().decode(errors="replace").splitlines()[-30:]
         return "\n".join([f"{self.job.name} failed:", *lines])
 
-    def end(self) -> None:
-        """Ask first: the processes of an engine's ranks go with it. Then kill it."""
-        self.process.terminate()
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Inside it the process has so long; then it is stopped."""
+        watchdog = threading.Timer(max(0.0, seconds), self._kill)
+        watchdog.start()
         try:
-            self.process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+            yield
+        finally:
+            watchdog.cancel()
+
+    def end(self) -> None:
+        """Whatever is left of it."""
+        self._kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -260,35 +275,36 @@ class Child:
 
 
 @contextmanager
-def started(jobs: Sequence[Job], folder: Path, deadline_s: float) -> Iterator[list[Child]]:
-    """All of them; what runs at the deadline is ended then."""
+def started(jobs: Sequence[Job], folder: Path) -> Iterator[list[Child]]:
+    """All of them."""
     with ExitStack() as stack:
         children = []
         for index, job in enumerate(jobs):
             log = stack.enter_context((folder / f"{index}.log").open("w+b"))
             children.append(Child(job, log))
             stack.callback(children[-1].end)
-        watchdog = threading.Timer(deadline_s, lambda: [one.end() for one in children])
-        stack.callback(watchdog.cancel)
-        watchdog.start()
         yield children
 
 
-def run_all(jobs: Sequence[Job], folder: Path, deadline_s: float) -> dict[str, Result]:
-    """Start all, then let them measure in turns. What failed is told and left out."""
-    with started(jobs, folder, deadline_s) as children:
-        waiting = [one for one in children if is_going_on(one)]
+def run_all(jobs: Sequence[Job], folder: Path, seconds: float) -> dict[str, Result]:
+    """Start all, then let them measure in turns for so long. What failed is told and left out."""
+    begun = time.monotonic()
+    with started(jobs, folder) as children:
+        waiting = [
+            one for one in children if goes_on(one, START_S - (time.monotonic() - begun), "started")
+        ]
         cores = fastest_cores(RANKS + 1)
-        print(f"all started; cores {cores}", flush=True)
+        print(f"they launch from the cores {cores}", flush=True)
         while waiting:
+            still = []
             for one in waiting:
-                begun = time.perf_counter()
+                left_s = seconds - (time.monotonic() - begun)
                 one.go(cores)
-                end = "" if is_going_on(one) else ", done"
-                print(f"{one.job.name}: {time.perf_counter() - begun:.1f} s{end}", flush=True)
+                if goes_on(one, min(TURN_S, left_s), "had a turn"):
+                    still.append(one)
                 if one.job.num_ranks > 1:
                     time.sleep(RANKS_SPIN_S)
-            waiting = [one for one in waiting if one.process.poll() is None]
+            waiting = still
     paths = {job.name: Path(job.result) for job in jobs}
     return {
         name: msgspec.json.decode(path.read_bytes(), type=Result)
@@ -297,9 +313,13 @@ def run_all(jobs: Sequence[Job], folder: Path, deadline_s: float) -> dict[str, R
     }
 
 
-def is_going_on(child: Child) -> bool:
-    """Whether it waits for another turn. Says why not, if it failed."""
-    if child.is_ready():
+def goes_on(child: Child, seconds: float, what: str) -> bool:
+    """Whether it waits for another turn within the time. Says what it did, or why it failed."""
+    begun = time.monotonic()
+    with child.limited(seconds):
+        is_ready = child.is_ready()
+    print(f"{child.job.name}: {what}, {time.monotonic() - begun:.1f} s", flush=True)
+    if is_ready:
         return True
     if complaint := child.complaint():
         print(complaint, flush=True)

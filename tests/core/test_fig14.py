@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from bench.fig14_cost_model import evaluate, load, make_jobs, options_of
-from bench.fig14_engines import Child, Job, Result
+from bench.fig14_engines import Child, Job, Result, goes_on
 from memserve.core.cost_fit import fit_operators
 from memserve.core.cost_model import CostModel
 from memserve.core.cost_samples import PrefillSample, ReduceSample
@@ -141,6 +141,17 @@ def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
         child.go([0])
         assert child.complaint() == "m failed:\nno such model"
         child.end()
+
+
+def test_a_job_that_hangs_is_ended_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "log").open("w+b") as log:
+        job = Job(name="m", folder=str(tmp_path), device="cpu", result="")
+        child = Child(job, log, [sys.executable, "-c", "import threading as t; t.Event().wait()"])
+        assert not goes_on(child, 0.05, "started")
+        child.end()
+    assert "m failed:" in capsys.readouterr().out
 
 
 def test_what_an_h200_took_is_predicted_where_the_device_bounds_it() -> None:
