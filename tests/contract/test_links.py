@@ -3,9 +3,13 @@ memory of another process, and on a GPU that is itself a fake."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-from collections.abc import Callable, Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +44,7 @@ from tests.contract.link_rig import (
     peer_process,
     read_block,
 )
+from tests.contract.nccl_rig import End, cuda_end
 
 LAYOUTS = [
     ("block_first", "block_first"),
@@ -49,7 +54,37 @@ LAYOUTS = [
     ("padded", "padded"),
     ("padded", "block_first"),
 ]
+PEER_LAYOUTS = ("block_first", "layer_first", "padded")
+DEADLINE_S = 30.0
 T1, T2, T3 = TransferId("t1"), TransferId("t2"), TransferId("t3")
+
+
+class Counted:
+    """A link that knows how many transfers have not ended."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.num_open = 0
+
+    def send(
+        self,
+        transfer_id: TransferId,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        self.num_open += 1
+        self._link.send(transfer_id, source_ids, target_ids)
+
+    def poll(self) -> list[Completion]:
+        done = self._link.poll()
+        self.num_open -= len(done)
+        return done
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        self._link.cancel(transfer_id)
+
+    def close(self) -> None:
+        self._link.close()
 
 
 class Wire:
@@ -58,16 +93,20 @@ class Wire:
     def __init__(
         self, link: Link, source: object, target: object, source_of: Geometry, target_of: Geometry
     ) -> None:
-        self.link = link
+        self.link = Counted(link)
         self.source = source
         self.target = target
         self.source_of = source_of
         self.target_of = target_of
 
     def run(self) -> list[Completion]:
-        """Poll until nothing more ends; links without a hold end within a few polls."""
+        """Poll until all that was sent has ended, and a while longer: nothing ends twice."""
         done: list[Completion] = []
-        for _ in range(1000):
+        deadline = time.monotonic() + DEADLINE_S
+        while self.link.num_open:
+            assert time.monotonic() < deadline, "a transfer does not end"
+            done += self.link.poll()
+        for _ in range(100):
             done += self.link.poll()
         return done
 
@@ -106,10 +145,20 @@ class Maker:
         self._peer = peer
         self._buffers: list[KvBuffer | GpuBuffer | PeerGpuBuffer] = []
         self._links: list[Link] = []
+        self._ends: list[End] = []
+        self._numbers = itertools.count()
+        self._folder = tempfile.TemporaryDirectory()
 
     def __call__(self, source_layout: str, target_layout: str) -> Wire:
         source_of, target_of = geometry(source_layout), geometry(target_layout, NUM_BLOCKS + 4)
-        make = {"fake": self._fake, "ipc": self._ipc, "ipc on a fake GPU": self._ipc_on_fakes}
+        make = {
+            "fake": self._fake,
+            "ipc": self._ipc,
+            "ipc on a fake GPU": self._ipc_on_fakes,
+            "nccl": self._nccl,
+            "nccl on fakes": self._nccl_on_fakes,
+            "nccl on fakes across processes": self._nccl_on_fakes,
+        }
         wire = make.get(self._kind, self._shm)(source_of, target_of)
         self._links.append(wire.link)
         return wire
@@ -117,8 +166,11 @@ class Maker:
     def close(self) -> None:
         for link in self._links:
             link.close()
+        for end in self._ends:
+            end.close()
         for buffer in self._buffers:
             buffer.close()
+        self._folder.cleanup()
 
     def _fake(self, source_of: Geometry, target_of: Geometry) -> Wire:
         source, target = bytearray(buffer_bytes(source_of)), bytearray(buffer_bytes(target_of))
@@ -166,6 +218,48 @@ class Maker:
         link = IpcLink(buffer.tensor, source_of, target, target_of, ops=FakeOps(), streams=streams)
         return Wire(link, buffer.tensor, target.tensor, source_of, target_of)
 
+    def _nccl_on_fakes(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        source = torch.zeros(buffer_bytes(source_of), dtype=torch.int8)
+        fill_random(source.numpy(), seed=1)
+        self._ends.append(sender := End("P0", source, source_of, Path(self._folder.name)))
+        if self._kind == "nccl on fakes":
+            target = torch.zeros(buffer_bytes(target_of), dtype=torch.int8)
+            self._ends.append(receiver := End("D0", target, target_of, Path(self._folder.name)))
+            peer = receiver.peer()
+        else:
+            address, peer = self._nccl_peer("cpu", target_of)
+            self._buffers.append(mapped := KvBuffer.open(address))
+            target = mapped.tensor
+        link = sender.endpoint.open(peer)
+        target.zero_()  # the warm-up has written the null block
+        return Wire(link, source, target, source_of, target_of)
+
+    def _nccl(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        if torch.cuda.device_count() < 2:
+            pytest.skip("NCCL joins two GPUs, and there is one")
+        memory = CudaDeviceMemory(torch.device("cuda", 0))
+        self._buffers.append(buffer := GpuBuffer(memory, buffer_bytes(source_of)))
+        contents = bytearray(buffer_bytes(source_of))
+        fill_random(contents, seed=1)
+        buffer.tensor.copy_(torch.frombuffer(contents, dtype=torch.int8))
+        sender = cuda_end("P0", 0, buffer.tensor, source_of, Path(self._folder.name))
+        self._ends.append(sender)
+        address, peer = self._nccl_peer("cuda", target_of)
+        self._buffers.append(kept := PeerGpuBuffer(memory, address))
+        link = sender.endpoint.open(peer)
+        kept.tensor.zero_()
+        torch.cuda.synchronize()
+        return Wire(link, buffer.tensor, kept.tensor, source_of, target_of)
+
+    def _nccl_peer(self, device: str, target_of: Geometry) -> tuple[str, RankPeer]:
+        layout = next(n for n in PEER_LAYOUTS if geometry(n, NUM_BLOCKS + 4) == target_of)
+        name = f"D{next(self._numbers)}"
+        answer = self._peer().ask(
+            "own_nccl", device, layout, target_of.num_blocks, name, 1, self._folder.name
+        )
+        address, endpoint = answer.split()
+        return address, RankPeer(InstanceId(name), 1, target_of, endpoint)
+
 
 @pytest.fixture(
     params=[
@@ -174,6 +268,9 @@ class Maker:
         "shm across processes",
         "ipc on a fake GPU",
         pytest.param("ipc", marks=pytest.mark.gpu),
+        "nccl on fakes",
+        "nccl on fakes across processes",
+        pytest.param("nccl", marks=pytest.mark.gpu),
     ]
 )
 def make_wire(request: pytest.FixtureRequest) -> Iterator[WireMaker]:
