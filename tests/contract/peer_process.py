@@ -6,9 +6,9 @@ blocks (random, seed 7) into it until BUDGET bytes are written, and answers with
 transfers that have ended.
 
 `own_nccl DEVICE LAYOUT NUM_BLOCKS NAME EPOCH FOLDER` is one end of NCCL links, on fakes (cpu) or on
-the second GPU (cuda), over random blocks (seed 7): it answers with where its memory and its endpoint
-are. `nccl_open LAYOUT NUM_BLOCKS NAME EPOCH ADDRESS` opens a link from there to another end,
-`nccl_hold` stops what moves on the fakes, `nccl_send SOURCE_IDS TARGET_IDS` starts a transfer.
+the second GPU (cuda), over random blocks (seed 7): it answers with where its memory and its
+endpoint are. `nccl_open LAYOUT NUM_BLOCKS NAME EPOCH ADDRESS` opens a link from there to another
+end, `nccl_hold` stops what moves on the fakes, `nccl_send SOURCE_IDS TARGET_IDS` starts a transfer.
 """
 
 from __future__ import annotations

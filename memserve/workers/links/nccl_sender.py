@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _LISTEN_S = 0.001
 """Between two looks at the communicator while the peer's `Done` is awaited; that ends the wait."""
+_WARM_UP = TransferId("")
+"""Nobody else's, and completes for nobody."""
 _WARM_BLOCK = BlockId(0)
 """vLLM's null block: it stands in for blocks that are not needed, and nobody reads it."""
 
@@ -186,15 +188,13 @@ class Sender(LinkThread):
 
     def _warm_up(self, communicator: Communicator, pipe: OutPipe) -> None:
         """The first pass sets connections up, which takes long; and it shows that the way works."""
-        self._launch(
-            Job(TransferId(""), [_WARM_BLOCK], [_WARM_BLOCK], self._clock()), communicator, pipe
-        )
+        job = Job(_WARM_UP, [_WARM_BLOCK], [_WARM_BLOCK], self._clock())
+        self._launch(job, communicator, pipe)
         self._until(
             lambda: pipe.num_under_way == 0 and not self._pending,
             self._settings.open_s,
             "the first block",
         )
-        self._completed.clear()
         self._has_opened = True
         self._outcome.set()
 
@@ -218,7 +218,7 @@ class Sender(LinkThread):
     def _launch(self, job: Job, communicator: Communicator, pipe: OutPipe) -> None:
         """Announce a transfer, and queue all its chunks."""
         if job.error is not None:  # cancelled before it began
-            self._completed.append(job)
+            self._complete(job)
             return
         assert self._wire is not None
         self._number += 1
@@ -241,7 +241,7 @@ class Sender(LinkThread):
                     job = self._pending.pop(frame.number)
                     job.size_bytes = frame.size_bytes
                     self._progress_at = self._clock()
-                    self._completed.append(job)
+                    self._complete(job)
                 case Refusal():
                     raise TransferError(f"{self._peer.peer}: {frame.reason}")
                 case _:
@@ -276,4 +276,8 @@ class Sender(LinkThread):
             jobs.append(self._inbox.popleft())
         for job in jobs:
             job.error = job.error or problem
+            self._complete(job)
+
+    def _complete(self, job: Job) -> None:
+        if job.transfer_id != _WARM_UP:
             self._completed.append(job)
