@@ -523,26 +523,38 @@ def test_pieces_cover_random_blocks_exactly_once(layouts: tuple[str, str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("changes", "text"),
     [
-        ("model", "other"),
-        ("dtype", "bfloat16"),
-        ("block_size", 8),
-        ("num_kv_heads", 2),
-        ("page_bytes", 32),
-        ("page_order", "NHC"),
-        ("layer_offsets", (0, 64)),
-        ("tp_size", 2),
-        ("tp_rank", 1),
+        ({"model": "other"}, "model is 'tiny' on P0 and 'other' on D1"),
+        ({"dtype": "bfloat16"}, "dtype is 'float32' on P0 and 'bfloat16' on D1"),
+        ({"block_size": 8}, "block_size is 4 on P0 and 8 on D1"),
+        ({"num_kv_heads": 4}, "KV heads of the model is 2 on P0 and 4 on D1"),
+        ({"tp_size": 2}, "KV heads of the model is 2 on P0 and 4 on D1"),
+        ({"page_bytes": 32}, "bytes of a head in a page is 32.0 on P0 and 16.0 on D1"),
+        ({"page_order": "NHC"}, "page_order is 'HNC' on P0 and 'NHC' on D1"),
+        ({"layer_offsets": (0, 64)}, "num_layers is 3 on P0 and 2 on D1"),
     ],
 )
-def test_a_mismatch_names_both_values(field: str, value: object) -> None:
-    own, peer = geometry(), geometry(**{field: value})
-    name = "num_layers" if field == "layer_offsets" else field
+def test_a_mismatch_names_both_values(changes: dict[str, object], text: str) -> None:
+    own, peer = geometry(num_kv_heads=2), geometry(**{"num_kv_heads": 2, **changes})
     with pytest.raises(GeometryMismatchError) as caught:
         require_compatible(own, peer, InstanceId("P0"), InstanceId("D1"))
-    text = f"{name} is {getattr(own, name)!r} on P0 and {getattr(peer, name)!r} on D1"
     assert text in str(caught.value)
+
+
+def test_ranks_may_differ_where_heads_can_be_split() -> None:
+    whole = geometry(num_kv_heads=3, page_bytes=96)
+    third = geometry(page_bytes=32, tp_size=3, tp_rank=1, page_order="NHC")
+    require_compatible(whole, third, InstanceId("P0"), InstanceId("D1"))
+    require_compatible(third, whole, InstanceId("D1"), InstanceId("P0"))
+
+
+def test_heads_that_cannot_be_split_are_refused_with_both_degrees() -> None:
+    whole = geometry(num_kv_heads=3, page_bytes=96)
+    other = geometry(page_bytes=32, tp_size=2, total_kv_heads=3)
+    words = r"P0 and D1 cannot .* 3 KV heads .* 2 ranks \(TP 1 on P0, TP 2 on D1\)"
+    with pytest.raises(GeometryMismatchError, match=words):
+        require_compatible(whole, other, InstanceId("P0"), InstanceId("D1"))
 
 
 def test_layout_and_size_may_differ() -> None:

@@ -34,10 +34,11 @@ from memserve.errors import StartError, TransferError
 from memserve.ops.blocks import BlockOps, CudaBlockOps, Method
 from memserve.ops.build import open_library
 from memserve.ops.device_memory import DeviceMemory
-from memserve.ops.views import BlockView
+from memserve.ops.views import BlockView, Rows
 from memserve.types import BlockId, Geometry, TransferId
 from memserve.workers.gpu_memory import KIND, GpuBuffer, PeerGpuBuffer
 from memserve.workers.links.base import Completion, RankPeer, has_whole_blocks
+from memserve.workers.links.heads import rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +77,16 @@ class IpcLink:
         *,
         ops: BlockOps,
         streams: Sequence[torch.cuda.Stream],
+        rows: tuple[Rows, Rows] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Takes over `target`, not `source`.
+        """Takes over `target`, not `source`. `rows`: the part of each page that goes; None: all.
 
         Raises: TransferError if a geometry exceeds its buffer (the caller keeps `target` then).
         """
-        self._source = BlockView.of(source_geometry, source)
-        self._view: BlockView | None = BlockView.of(target_geometry, target.tensor)
+        own_rows, peer_rows = rows or (None, None)
+        self._source = BlockView.of(source_geometry, source, own_rows)
+        self._view: BlockView | None = BlockView.of(target_geometry, target.tensor, peer_rows)
         self._target = target
         self._ops = ops
         self._streams = list(streams)
@@ -187,6 +190,7 @@ def open_ipc(
 
     Raises: TransferError (no such memory, no way there, no library to copy with).
     """
+    rows = rows_of(source_geometry, peer)
     target = PeerGpuBuffer(memory, peer.address)
     try:
         link = IpcLink(
@@ -194,7 +198,8 @@ def open_ipc(
             source_geometry,
             target,
             peer.geometry,
-            ops=ipc_ops(device, source_geometry, peer.geometry),
+            ops=ipc_ops(device, source_geometry, peer.geometry, rows),
+            rows=rows,
             streams=[torch.cuda.Stream(device) for _ in range(NUM_STREAMS)],
         )
         seconds = link.warm_up()
@@ -205,11 +210,18 @@ def open_ipc(
     return link
 
 
-def ipc_ops(device: torch.device, source: Geometry, target: Geometry) -> BlockOps:
+def ipc_ops(
+    device: torch.device,
+    source: Geometry,
+    target: Geometry,
+    rows: tuple[Rows, Rows] | None = None,
+) -> BlockOps:
     """Copy engines where blocks are long enough in one piece: they leave the SMs to the engine."""
     major, minor = torch.cuda.get_device_capability(device)
     is_whole = has_whole_blocks(source) and has_whole_blocks(target)
     run_bytes = source.block_bytes if is_whole else source.page_bytes
+    if rows is not None:
+        run_bytes = rows[0].size_bytes
     method = Method.BATCH if run_bytes >= ENGINE_RUN_BYTES else Method.AUTO
     return CudaBlockOps(open_library(f"sm_{major}{minor}"), method=method)
 
