@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from memserve.ops.build import open_library
+from memserve.ops.blocks import library_for
 from memserve.ops.nccl import Fabric, NcclFabric
 from memserve.types import BlockId, Geometry, Heads, InstanceId
 from memserve.workers.links.base import Completion, Link, RankPeer
@@ -79,7 +79,6 @@ def cuda_end(
 ) -> End:
     """On the GPU of that number, by the real NCCL."""
     device = torch.device("cuda", index)
-    major, minor = torch.cuda.get_device_capability(device)
     return End(
         name,
         memory,
@@ -87,7 +86,7 @@ def cuda_end(
         folder,
         epoch=epoch,
         fabric=NcclFabric(),
-        gpu=CudaGpu(device, open_library(f"sm_{major}{minor}")),
+        gpu=CudaGpu(device, library_for(device)),
         where=gpu_identity(device),
         settings=settings,
     )

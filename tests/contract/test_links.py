@@ -18,6 +18,7 @@ import torch
 
 from memserve.errors import GeometryMismatchError, StartError, TransferError
 from memserve.messages import PeerJoined
+from memserve.ops.blocks import library_for
 from memserve.ops.device_memory import CudaDeviceMemory
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
@@ -203,7 +204,7 @@ class Maker:
         target, kept = PeerGpuBuffer(memory, address), PeerGpuBuffer(memory, address)
         self._buffers.append(kept)  # the tests look at the memory after the link has closed its own
         streams = [torch.cuda.Stream(device) for _ in range(NUM_STREAMS)]
-        ops = ipc_ops(device, source_of, target_of)
+        ops = ipc_ops(library_for(device), source_of, target_of)
         link = IpcLink(buffer.tensor, source_of, target, target_of, ops=ops, streams=streams)
         torch.cuda.synchronize(device)
         return Wire(link, buffer.tensor, kept.tensor, source_of, target_of)
