@@ -1,7 +1,7 @@
-"""The memory of one instance's KV cache, and the links by which peers reach each other's.
+"""The memory of one rank's KV cache, and the links by which peers reach each other's.
 
-`cpu` lies in shared memory, `cuda` in the HBM of the process's first GPU. Collaborators: `main.py`
-makes one by `kv_memory`, `compat.place_kv_cache` asks it for the tensor.
+`cpu` lies in shared memory, `cuda` in the HBM of the rank's GPU. Collaborators: `hosts.py` makes
+one by `kv_memory` in the rank's process, `compat.place_kv_cache` asks it for the tensor.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ class GpuKvMemory:
         """Nothing: CUDA graphs and tensors still point there, and the process ends after this."""
 
 
-def kv_memory(device: str) -> KvMemory:
-    """`device`: cpu or cuda (the first GPU that the process sees)."""
-    return GpuKvMemory(torch.device("cuda", 0)) if device == "cuda" else HostKvMemory()
+def kv_memory(device: str, rank: int = 0) -> KvMemory:
+    """`device`: cpu or cuda; a rank has the GPU of its own number, of those the process sees."""
+    return GpuKvMemory(torch.device("cuda", rank)) if device == "cuda" else HostKvMemory()
 
 
 def _require_first(buffer: object) -> None:

@@ -7,6 +7,7 @@ are some.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -18,9 +19,10 @@ from memserve.ops.build import BlockCopyLibrary
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.links import ipc
-from memserve.workers.links.base import RankPeer
+from memserve.workers.links.base import Link, RankPeer
 from memserve.workers.links.choice import LinkChoice
 from memserve.workers.links.fake import FakeLink
+from memserve.workers.links.heads import Route
 from memserve.workers.links.ipc import IpcLink, open_ipc
 from tests.contract.gpu_rig import FakeDevice, FakeOps, FakeStream, Host
 from tests.contract.link_rig import buffer_bytes, fill_random, geometry, read_block
@@ -239,7 +241,10 @@ class _Named(FakeLink):
 
 
 def _choice(*kinds: str, wanted: str = "auto") -> LinkChoice:
-    return LinkChoice({kind: lambda peer, kind=kind: _Named(kind) for kind in kinds}, wanted)  # type: ignore[misc]
+    def open_lanes(kind: str, routes: Sequence[Route]) -> list[Link]:
+        return [_Named(kind) for _ in routes]
+
+    return LinkChoice(SHAPE, kinds, open_lanes, wanted)
 
 
 @pytest.mark.parametrize(

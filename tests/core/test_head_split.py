@@ -1,4 +1,4 @@
-"""Heads between instances of unequal tensor parallelism, against the rule that each arrives once."""
+"""Heads between instances of unequal tensor parallelism: each of them arrives once."""
 
 from __future__ import annotations
 
