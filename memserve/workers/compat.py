@@ -11,6 +11,7 @@ the one call that allocates the KV cache. Inside the block pool: `engine_pool.py
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -115,7 +116,10 @@ def make_config(
         distributed_executor_backend="mp" if tp > 1 else None,
         **engine,
     )
-    return arguments.create_engine_config()
+    config = arguments.create_engine_config()
+    if tp > 1:  # the CPU platform has asked for spawning: slow, and without the host
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return config
 
 
 @dataclasses.dataclass(frozen=True)
