@@ -28,6 +28,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -116,7 +117,8 @@ def make_config(
         distributed_executor_backend="mp" if tp > 1 else None,
         **engine,
     )
-    config = arguments.create_engine_config()
+    # Without a context vLLM takes its smallest limits instead of those of `vllm serve`.
+    config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     if tp > 1:  # the CPU platform has asked for spawning: slow, and without the host
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return config
