@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from memserve.config import Config, engine_settings
+from memserve.config import Config, engine_settings, tp_in_force
 from memserve.core.builtin import built_in
 from memserve.core.cost_fit import fit_operators
 from memserve.core.cost_model import CostModel
@@ -76,7 +76,7 @@ def calibrate(
 
 def _reduce_ranks(config: Config) -> int:
     """As many as an instance will have, or two where there are as many GPUs."""
-    ranks = max(2, config.cluster.tp or 2)
+    ranks = max(2, *tp_in_force(config).values())
     return ranks if config.cluster.device == "cuda" and count_gpus() >= ranks else 0
 
 
