@@ -72,6 +72,7 @@ def check_link() -> dict[str, Scalar]:
     """Blocks into another process's memory on the same GPU, and what a kill leaves."""
     import torch
 
+    from memserve.ops.blocks import library_for
     from memserve.ops.device_memory import CudaDeviceMemory
     from memserve.types import BlockId, InstanceId, TransferId
     from memserve.workers.gpu_memory import GpuBuffer
@@ -102,7 +103,7 @@ def check_link() -> dict[str, Scalar]:
     try:
         peer = RankPeer(InstanceId("D0"), 1, shape, ask())
         started = time.perf_counter()
-        link = open_ipc(source, shape, peer, memory, device)
+        link = open_ipc(source, shape, peer, memory, device, library_for(device))
         open_s = time.perf_counter() - started
         rng = random.Random(1)
         times, wrong = [], []

@@ -54,7 +54,7 @@ from memserve.models import resolve_model
 from memserve.progress import Progress
 from memserve.scheduler import GlobalScheduler
 from memserve.scheduler_settings import scheduler_settings
-from memserve.status import AuditReport, Snapshot
+from memserve.status import AuditReport, Costs, Snapshot
 from memserve.tui import live_view
 from memserve.types import InstanceId, Lora, RequestId, Role
 from memserve.workers.environment import set_engine_environment
@@ -144,6 +144,7 @@ class Orchestrator:
             instances=self._cluster.statuses(),
             links=self._scheduler.links(self._cluster.link_kinds),
             counters=self._scheduler.counters(),
+            costs=_costs(self._cost),
         )
 
     def timeline(self, request_id: RequestId) -> RequestTimeline | None:
@@ -201,6 +202,7 @@ class Orchestrator:
 
     def _build(self, model: str, run_dir: Path, hub: Hub, cost: CostModel) -> None:
         config = self._config
+        self._cost = cost
         hub.open()
         roles = dict(self._mode.instances())
         self._scheduler = GlobalScheduler(
@@ -364,6 +366,17 @@ class Orchestrator:
         if self._stop_asked.is_set():
             self._abort_asked.set()
         self._stop_asked.set()
+
+
+def _costs(cost: CostModel) -> Costs:
+    profile = cost.profile
+    return Costs(
+        profile=profile.describe(),
+        is_calibrated=profile.is_calibrated,
+        reduce=profile.reduce.source,
+        error=profile.error,
+        factor=cost.factor,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

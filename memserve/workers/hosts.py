@@ -29,7 +29,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 
 from memserve.errors import StartError
 from memserve.types import Geometry
-from memserve.workers.compat import geometry_of, place_kv_cache
+from memserve.workers.kv_layout import geometry_of, place_kv_cache
 from memserve.workers.kv_memory import KvMemory, kv_memory
 from memserve.workers.links.base import Link
 from memserve.workers.links.choice import open_here

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 import torch
 
 from memserve.errors import StartError, TransferError
 from memserve.messages import PeerJoined
+from memserve.ops.build import BlockCopyLibrary
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.links import ipc
@@ -201,16 +203,17 @@ def test_memory_whose_owner_is_gone_cannot_be_mapped() -> None:
 
 
 def test_a_link_that_cannot_be_built_leaves_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_library(*_: object) -> None:
-        raise StartError("no nvcc")
+    def no_ops(*_: object) -> None:
+        raise TransferError("no way")
 
-    monkeypatch.setattr(ipc, "ipc_ops", no_library)
+    monkeypatch.setattr(ipc, "ipc_ops", no_ops)
     host = Host()
     owner, device = FakeDevice(host), FakeDevice(host)
     theirs, ours = (GpuBuffer(one, buffer_bytes(SHAPE)) for one in (owner, device))
     peer = RankPeer(InstanceId("D0"), 1, SHAPE, theirs.address)
-    with pytest.raises(TransferError, match="no nvcc"):
-        open_ipc(ours, SHAPE, peer, device, torch.device("cuda", 0))
+    library = cast(BlockCopyLibrary, None)  # nothing gets as far as that
+    with pytest.raises(TransferError, match="no way"):
+        open_ipc(ours, SHAPE, peer, device, torch.device("cuda", 0), library)
     assert device.mapped == {}
 
 

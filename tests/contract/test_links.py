@@ -3,12 +3,15 @@ memory of another process, and on a GPU that is itself a fake."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 
 from memserve.errors import GeometryMismatchError, StartError, TransferError
 from memserve.messages import PeerJoined
+from memserve.ops.blocks import library_for
 from memserve.ops.device_memory import CudaDeviceMemory
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
@@ -46,6 +50,7 @@ from tests.contract.link_rig import (
     peer_process,
     read_block,
 )
+from tests.contract.nccl_rig import End, cuda_end
 from tests.contract.rank_rig import start_agent
 
 LAYOUTS = [
@@ -56,7 +61,37 @@ LAYOUTS = [
     ("padded", "padded"),
     ("padded", "block_first"),
 ]
+PEER_LAYOUTS = ("block_first", "layer_first", "padded")
+DEADLINE_S = 30.0
 T1, T2, T3 = TransferId("t1"), TransferId("t2"), TransferId("t3")
+
+
+class Counted:
+    """A link that knows how many transfers have not ended."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.num_open = 0
+
+    def send(
+        self,
+        transfer_id: TransferId,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        self.num_open += 1
+        self._link.send(transfer_id, source_ids, target_ids)
+
+    def poll(self) -> list[Completion]:
+        done = self._link.poll()
+        self.num_open -= len(done)
+        return done
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        self._link.cancel(transfer_id)
+
+    def close(self) -> None:
+        self._link.close()
 
 
 class Wire:
@@ -65,16 +100,20 @@ class Wire:
     def __init__(
         self, link: Link, source: object, target: object, source_of: Geometry, target_of: Geometry
     ) -> None:
-        self.link = link
+        self.link = Counted(link)
         self.source = source
         self.target = target
         self.source_of = source_of
         self.target_of = target_of
 
     def run(self) -> list[Completion]:
-        """Poll until nothing more ends; links without a hold end within a few polls."""
+        """Poll until all that was sent has ended, and a while longer: nothing ends twice."""
         done: list[Completion] = []
-        for _ in range(1000):
+        deadline = time.monotonic() + DEADLINE_S
+        while self.link.num_open:
+            assert time.monotonic() < deadline, "a transfer does not end"
+            done += self.link.poll()
+        for _ in range(100):
             done += self.link.poll()
         return done
 
@@ -86,18 +125,6 @@ class Wire:
 
     def target_bytes(self) -> bytes:
         return as_bytes(self.target)
-
-
-class RankWire(Wire):
-    """By an agent in a thread of its own: whose answers have to be waited for."""
-
-    def run(self) -> list[Completion]:
-        done: list[Completion] = []
-        deadline = time.monotonic() + 20
-        while self.link._jobs:  # type: ignore[attr-defined]
-            assert time.monotonic() < deadline
-            done += self.link.poll()
-        return done + self.link.poll()
 
 
 def as_bytes(memory: object) -> bytes:
@@ -127,6 +154,9 @@ class Maker:
         self._links: list[Link] = []
         self._groups: list[RankGroup] = []
         self._agents: list[threading.Thread] = []
+        self._ends: list[End] = []
+        self._numbers = itertools.count()
+        self._folder = tempfile.TemporaryDirectory()
 
     def __call__(self, source_layout: str, target_layout: str) -> Wire:
         source_of, target_of = geometry(source_layout), geometry(target_layout, NUM_BLOCKS + 4)
@@ -135,6 +165,9 @@ class Maker:
             "ipc": self._ipc,
             "ipc on a fake GPU": self._ipc_on_fakes,
             "by a rank's agent": self._by_agent,
+            "nccl": self._nccl,
+            "nccl on fakes": self._nccl_on_fakes,
+            "nccl on fakes across processes": self._nccl_on_fakes,
         }
         wire = make.get(self._kind, self._shm)(source_of, target_of)
         self._links.append(wire.link)
@@ -148,8 +181,11 @@ class Maker:
         for agent in self._agents:
             agent.join(20)
             assert not agent.is_alive()
+        for end in self._ends:
+            end.close()
         for buffer in self._buffers:
             buffer.close()
+        self._folder.cleanup()
 
     def _by_agent(self, source_of: Geometry, target_of: Geometry) -> Wire:
         inner = self._shm(source_of, target_of)
@@ -159,7 +195,7 @@ class Maker:
         self._groups.append(group)
         peer = RankPeer(InstanceId("D0"), 1, target_of, "there")
         link = RankedLink(group.open("shm", [Route(0, peer)]))
-        return RankWire(link, inner.source, inner.target, source_of, target_of)
+        return Wire(link, inner.source, inner.target, source_of, target_of)
 
     def _fake(self, source_of: Geometry, target_of: Geometry) -> Wire:
         source, target = bytearray(buffer_bytes(source_of)), bytearray(buffer_bytes(target_of))
@@ -192,7 +228,7 @@ class Maker:
         target, kept = PeerGpuBuffer(memory, address), PeerGpuBuffer(memory, address)
         self._buffers.append(kept)  # the tests look at the memory after the link has closed its own
         streams = [torch.cuda.Stream(device) for _ in range(NUM_STREAMS)]
-        ops = ipc_ops(device, source_of, target_of)
+        ops = ipc_ops(library_for(device), source_of, target_of)
         link = IpcLink(buffer.tensor, source_of, target, target_of, ops=ops, streams=streams)
         torch.cuda.synchronize(device)
         return Wire(link, buffer.tensor, kept.tensor, source_of, target_of)
@@ -207,6 +243,48 @@ class Maker:
         link = IpcLink(buffer.tensor, source_of, target, target_of, ops=FakeOps(), streams=streams)
         return Wire(link, buffer.tensor, target.tensor, source_of, target_of)
 
+    def _nccl_on_fakes(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        source = torch.zeros(buffer_bytes(source_of), dtype=torch.int8)
+        fill_random(source.numpy(), seed=1)
+        self._ends.append(sender := End("P0", source, source_of, Path(self._folder.name)))
+        if self._kind == "nccl on fakes":
+            target = torch.zeros(buffer_bytes(target_of), dtype=torch.int8)
+            self._ends.append(receiver := End("D0", target, target_of, Path(self._folder.name)))
+            peer = receiver.peer()
+        else:
+            address, peer = self._nccl_peer("cpu", target_of)
+            self._buffers.append(mapped := KvBuffer.open(address))
+            target = mapped.tensor
+        link = sender.endpoint.open(peer)
+        target.zero_()  # the warm-up has written the null block
+        return Wire(link, source, target, source_of, target_of)
+
+    def _nccl(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        if torch.cuda.device_count() < 2:
+            pytest.skip("NCCL joins two GPUs, and there is one")
+        memory = CudaDeviceMemory(torch.device("cuda", 0))
+        self._buffers.append(buffer := GpuBuffer(memory, buffer_bytes(source_of)))
+        contents = bytearray(buffer_bytes(source_of))
+        fill_random(contents, seed=1)
+        buffer.tensor.copy_(torch.frombuffer(contents, dtype=torch.int8))
+        sender = cuda_end("P0", 0, buffer.tensor, source_of, Path(self._folder.name))
+        self._ends.append(sender)
+        address, peer = self._nccl_peer("cuda", target_of)
+        self._buffers.append(kept := PeerGpuBuffer(memory, address))
+        link = sender.endpoint.open(peer)
+        kept.tensor.zero_()
+        torch.cuda.synchronize()
+        return Wire(link, buffer.tensor, kept.tensor, source_of, target_of)
+
+    def _nccl_peer(self, device: str, target_of: Geometry) -> tuple[str, RankPeer]:
+        layout = next(n for n in PEER_LAYOUTS if geometry(n, NUM_BLOCKS + 4) == target_of)
+        name = f"D{next(self._numbers)}"
+        answer = self._peer().ask(
+            "own_nccl", device, layout, target_of.num_blocks, name, 1, self._folder.name
+        )
+        address, endpoint = answer.split()
+        return address, RankPeer(InstanceId(name), 1, target_of, endpoint)
+
 
 @pytest.fixture(
     params=[
@@ -216,6 +294,9 @@ class Maker:
         "ipc on a fake GPU",
         "by a rank's agent",
         pytest.param("ipc", marks=pytest.mark.gpu),
+        "nccl on fakes",
+        "nccl on fakes across processes",
+        pytest.param("nccl", marks=pytest.mark.gpu),
     ]
 )
 def make_wire(request: pytest.FixtureRequest) -> Iterator[WireMaker]:

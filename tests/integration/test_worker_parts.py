@@ -12,7 +12,7 @@ import torch
 
 from memserve.errors import StartError
 from memserve.workers import main
-from memserve.workers.compat import geometry_of
+from memserve.workers.kv_layout import geometry_of
 from memserve.workers.kv_memory import GpuKvMemory, HostKvMemory, kv_memory
 from tests.contract.link_rig import geometry
 

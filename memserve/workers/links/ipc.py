@@ -30,9 +30,9 @@ from typing import Protocol
 import msgspec
 import torch
 
-from memserve.errors import StartError, TransferError
+from memserve.errors import TransferError
 from memserve.ops.blocks import BlockOps, CudaBlockOps, Method
-from memserve.ops.build import open_library
+from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.device_memory import DeviceMemory
 from memserve.ops.views import BlockView, Rows
 from memserve.types import BlockId, Geometry, TransferId
@@ -185,10 +185,11 @@ def open_ipc(
     peer: RankPeer,
     memory: DeviceMemory,
     device: torch.device,
+    library: BlockCopyLibrary,
 ) -> IpcLink:
     """Map the peer's buffer on `device`, this instance's GPU, and warm the way up.
 
-    Raises: TransferError (no such memory, no way there, no library to copy with).
+    Raises: TransferError (no such memory, no way there).
     """
     rows = rows_of(source_geometry, peer)
     target = PeerGpuBuffer(memory, peer.address)
@@ -198,32 +199,31 @@ def open_ipc(
             source_geometry,
             target,
             peer.geometry,
-            ops=ipc_ops(device, source_geometry, peer.geometry, rows),
+            ops=ipc_ops(library, source_geometry, peer.geometry, rows),
             rows=rows,
             streams=[torch.cuda.Stream(device) for _ in range(NUM_STREAMS)],
         )
         seconds = link.warm_up()
-    except (StartError, TransferError) as error:
+    except TransferError:
         target.close()
-        raise TransferError(str(error)) from error
+        raise
     logger.info("the way to %s was warm after %.3f s", peer.peer, seconds)
     return link
 
 
 def ipc_ops(
-    device: torch.device,
+    library: BlockCopyLibrary,
     source: Geometry,
     target: Geometry,
     rows: tuple[Rows, Rows] | None = None,
 ) -> BlockOps:
     """Copy engines where blocks are long enough in one piece: they leave the SMs to the engine."""
-    major, minor = torch.cuda.get_device_capability(device)
     is_whole = has_whole_blocks(source) and has_whole_blocks(target)
     run_bytes = source.block_bytes if is_whole else source.page_bytes
     if rows is not None:
         run_bytes = rows[0].size_bytes
     method = Method.BATCH if run_bytes >= ENGINE_RUN_BYTES else Method.AUTO
-    return CudaBlockOps(open_library(f"sm_{major}{minor}"), method=method)
+    return CudaBlockOps(library, method=method)
 
 
 def _require_existing(view: BlockView, block_ids: Sequence[BlockId], side: str) -> None:
