@@ -71,7 +71,7 @@ def run() -> None:
     torch.set_num_threads(1)
     host = hosts.RankedKvHost("tiny", "cpu", TP)
     host.total_kv_heads = TP
-    main._tie_forks_to_this_process()
+    main._tie_forks_to_their_parents()
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=be_rank, args=(host, rank), daemon=True) for rank in range(TP)]
     for rank in ranks:
