@@ -52,9 +52,11 @@ class Members:
         cost: CostModel,
         max_running: int,
         max_queued_tokens: int,
+        tp_of: Mapping[InstanceId, int] | None = None,
     ) -> None:
+        """`tp_of`: as in `Loads`."""
         self._cost = cost
-        self.loads = Loads(roles, cost)
+        self.loads = Loads(roles, cost, tp_of)
         """For the policy to read."""
         self.pending = Pending(list(roles))
         """Prompts that were placed, and are not computed yet."""

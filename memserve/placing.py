@@ -49,6 +49,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     fetching: Fetching
     link: str
     """The kind of the links between instances, as the cost model calls it."""
+    tp_of: dict[InstanceId, int] | None = None
+    """Ranks of each instance; None: those that the cost model is for."""
 
 
 class Placer:

@@ -85,7 +85,13 @@ class GlobalScheduler:
         self._clock = clock
         self._sink: OutputSink | None = None
         self._cost = cost
-        self._members = Members(self._roles, cost, settings.max_running, settings.max_queued_tokens)
+        self._members = Members(
+            self._roles,
+            cost,
+            settings.max_running,
+            settings.max_queued_tokens,
+            settings.tp_of,
+        )
         self._placer = Placer(settings, cost, self._roles, self._members)
         self._hopeless: set[InstanceId] = set()
         self._caches: Caches | None = None

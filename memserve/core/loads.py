@@ -38,13 +38,21 @@ class Share(msgspec.Struct, frozen=True):
 class Loads:
     """Of all instances that there may be; those that are not ready count for nothing."""
 
-    def __init__(self, roles: Mapping[InstanceId, Role], cost: CostModel) -> None:
+    def __init__(
+        self,
+        roles: Mapping[InstanceId, Role],
+        cost: CostModel,
+        tp_of: Mapping[InstanceId, int] | None = None,
+    ) -> None:
+        """`tp_of`: whose steps are to be reckoned at a degree of their own."""
         self.instances = list(roles)
         self.slots = {instance: slot for slot, instance in enumerate(self.instances)}
         self.has_role: dict[Role, Bools] = {
             role: np.array([role is other for other in roles.values()], bool) for role in Role
         }
-        self._cost = cost
+        degrees = [(tp_of or {}).get(instance, cost.tp) for instance in self.instances]
+        costs = {tp: CostModel(cost.profile, tp) for tp in {*degrees} - {cost.tp}} | {cost.tp: cost}
+        self._costs = [costs[tp] for tp in degrees]
         count = len(self.instances)
         self.is_ready: Bools = np.zeros(count, bool)
         self.is_open: Bools = np.zeros(count, bool)
@@ -119,8 +127,8 @@ class Loads:
 
     def _reckon_step(self, slot: int) -> None:
         count, tokens = int(self.num_requests[slot]), int(self.context_tokens[slot])
-        self.step_s[slot] = self._cost.decode_step_s(count, tokens)
-        self.next_step_s[slot] = self._cost.decode_step_s(count + 1, tokens)
+        self.step_s[slot] = self._costs[slot].decode_step_s(count, tokens)
+        self.next_step_s[slot] = self._costs[slot].decode_step_s(count + 1, tokens)
 
     def set_room(self, instance: InstanceId, free_tokens: int, empty_tokens: int) -> None:
         """What a heartbeat said of the pool."""

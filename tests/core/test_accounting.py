@@ -9,6 +9,7 @@ import pytest
 from memserve.accounting import Members, Traffic
 from memserve.core.cost_model import BUILT_IN, CostModel
 from memserve.core.lifecycle import RequestLifecycle
+from memserve.core.loads import Loads, Share
 from memserve.core.tokens import Path
 from memserve.core.vocabulary import (
     ClientCancelled,
@@ -201,3 +202,13 @@ def test_what_is_under_way_counts_until_it_is_answered_or_its_sender_is_lost() -
     traffic.lost(P0.instance)
     loads.check_integrity()
     assert not loads.sending_bytes.any() and not loads.receiving_bytes.any()
+
+
+def test_steps_are_reckoned_at_each_instances_own_degree() -> None:
+    roles = {P0.instance: Role.PREFILL, D0.instance: Role.DECODE}
+    loads = Loads(roles, CostModel(BUILT_IN, 2), {P0.instance: 2, D0.instance: 1})
+    for instance, tp in ((P0.instance, 2), (D0.instance, 1)):
+        loads.start(instance)
+        loads.add(instance, Share(1000), 0.0)
+        expected = CostModel(BUILT_IN, tp).decode_step_s(1, 1000)
+        assert loads.step_s[loads.slots[instance]] == pytest.approx(expected)
