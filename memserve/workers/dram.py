@@ -9,17 +9,19 @@ A slot holds one block with all its pages together, whatever the engine's layout
 A copy goes by the name of its owner, and ends exactly once, in a `CopyEnd` that `poll` returns;
 from then on it touches neither blocks nor slots. On a GPU, copies run on two streams of their own,
 one for each direction of the host link, behind what the engine had queued; on the CPU they run
-inside `poll`, a bounded number of bytes at a time.
+inside `poll`, a bounded number of bytes at a time. Only `save` needs no `poll`: it is for blocks
+about to be overwritten, and on a GPU has a third stream, which the engine's next work waits for.
 
 What the slots hold, and who keeps the blocks in place during a copy, is `swapping.py`'s matter.
-Collaborators: `hostmemory.py` has the memory, `ops/blocks.py` copies.
+Collaborators: `hostmemory.py` has the memory, `ops/blocks.py` copies, in the order of the queues
+of `copy_queue.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -27,6 +29,7 @@ import torch
 from memserve.errors import OutOfBlocksError, StartError, TransferError
 from memserve.ops.views import BlockView, Rows
 from memserve.types import BlockId, SlotId
+from memserve.workers.copy_queue import CopyQueue, make_queue
 
 if TYPE_CHECKING:
     from memserve.ops.blocks import BlockOps
@@ -50,67 +53,6 @@ class CopyEnd(msgspec.Struct, frozen=True):
     size_bytes: int
     seconds: float
     error: str | None = None
-
-
-class CopyQueue(Protocol):
-    """Where the copies of one direction run, in order."""
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """None on the CPU."""
-        ...
-
-    def follow_engine(self) -> None:
-        """Let what comes next run behind all that the engine has queued so far."""
-        ...
-
-    def mark(self) -> Callable[[], bool]:
-        """A question to ask later: whether all that was queued until now is done."""
-        ...
-
-    def wait(self) -> None:
-        """Return when everything is done."""
-        ...
-
-
-class HostQueue:
-    """On the CPU a copy is done when its call returns."""
-
-    stream = None
-
-    def follow_engine(self) -> None:
-        pass
-
-    def mark(self) -> Callable[[], bool]:
-        return lambda: True
-
-    def wait(self) -> None:
-        pass
-
-
-class CudaQueue:
-    """A stream of its own on the engine's GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.stream = torch.cuda.Stream(device)
-
-    def follow_engine(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def mark(self) -> Callable[[], bool]:
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        is_done: Callable[[], bool] = event.query
-        return is_done
-
-    def wait(self) -> None:
-        self.stream.synchronize()
-
-
-def make_queue(device: torch.device) -> CopyQueue:
-    """A queue for one direction between host memory and this device."""
-    return CudaQueue(device) if device.type == "cuda" else HostQueue()
 
 
 class _Copy(msgspec.Struct):
@@ -185,6 +127,7 @@ class DramTier:
         self._piece_blocks = max(1, piece_bytes // geometry.block_bytes)
         self._in = _Lane(make_queue(hbm.device))
         self._out = _Lane(make_queue(hbm.device))
+        self._urgent = make_queue(hbm.device)
         self._owners: dict[str, _Copy] = {}
         self._free = [SlotId(slot) for slot in reversed(range(num_slots))]
         self._held: set[SlotId] = set()
@@ -201,11 +144,7 @@ class DramTier:
         Raises: OutOfBlocksError; ValueError if the owner has a copy already.
         """
         self._require_new(owner)
-        if len(block_ids) > len(self._free):
-            raise OutOfBlocksError(
-                f"{len(block_ids)} DRAM slots asked for, {len(self._free)} of {self.num_slots} free"
-            )
-        slot_ids = [self._free.pop() for _ in block_ids]
+        slot_ids = self._take_slots(len(block_ids))
         self._written.update(slot_ids)
         copy = _Copy(
             owner,
@@ -239,6 +178,28 @@ class DramTier:
             read=list(slot_ids),
         )
         self._begin(self._in, copy)
+
+    def save(self, block_ids: Sequence[BlockId], *, for_engine: bool) -> list[SlotId]:
+        """Copy blocks that somebody is about to write into free slots, which are held at once.
+
+        `for_engine`: the engine writes them, by work that it queues from now on, and that waits for
+        the copy. Else this call does. Raises: OutOfBlocksError, TransferError (nothing is held).
+        """
+        slot_ids = self._take_slots(len(block_ids))
+        self._urgent.follow_engine()
+        try:
+            self._ops.swap_blocks(
+                self._blocks, self._slots, block_ids, slot_ids, stream=self._urgent.stream
+            )
+        except TransferError:
+            self._free += slot_ids
+            raise
+        if for_engine:
+            self._urgent.hold_engine()
+        else:
+            self._urgent.wait()
+        self._held.update(slot_ids)
+        return slot_ids
 
     def cancel(self, owner: str) -> None:
         """End the owner's copy soon, with an error; its `CopyEnd` says when. Unknown: ignored."""
@@ -310,6 +271,7 @@ class DramTier:
             lane.queue.wait()
             lane.copies.clear()
             lane.pieces.clear()
+        self._urgent.wait()
         self._owners.clear()
         self._memory.close()
 
@@ -318,6 +280,13 @@ class DramTier:
     def _require_new(self, owner: str) -> None:
         if owner in self._owners:
             raise ValueError(f"{owner} has a copy under way")
+
+    def _take_slots(self, count: int) -> list[SlotId]:
+        if count > len(self._free):
+            raise OutOfBlocksError(
+                f"{count} DRAM slots asked for, {len(self._free)} of {self.num_slots} free"
+            )
+        return [self._free.pop() for _ in range(count)]
 
     def _begin(self, lane: _Lane, copy: _Copy) -> None:
         self._owners[copy.owner] = copy

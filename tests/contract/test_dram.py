@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from memserve.errors import OutOfBlocksError, StartError
+from memserve.errors import OutOfBlocksError, StartError, TransferError
 from memserve.ops.blocks import TorchBlockOps
 from memserve.types import BlockId, SlotId
 from memserve.workers.dram import CopyEnd, DramTier
@@ -74,6 +74,9 @@ class Rig:
             if not self.tier.is_active:
                 return ended
         raise AssertionError("the copies do not end")
+
+    def save(self, *block_ids: int, for_engine: bool = True) -> list[SlotId]:
+        return self.tier.save([BlockId(b) for b in block_ids], for_engine=for_engine)
 
     def check(self) -> None:
         assert self.tier.check_integrity() == []
@@ -209,6 +212,50 @@ def test_an_owner_has_one_copy_at_a_time() -> None:
         rig.into("a", slots, 3)
     rig.finish()
     assert rig.out("a") == [] and [end.error for end in rig.finish()] == [None]
+
+
+# ── saving ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_saved_is_held_at_once_and_comes_back(layout: str) -> None:
+    rig = Rig(layout)
+    before = [rig.block(block_id) for block_id in (1, 5)]
+    slots = rig.save(1, 5)
+    assert rig.tier.held() == set(slots) and not rig.tier.is_active
+    fill_random(rig.hbm, seed=2)
+    rig.into("b", slots, 7, 3)
+    rig.finish()
+    assert [rig.block(7), rig.block(3)] == before
+    rig.check()
+
+
+def test_the_engine_waits_for_what_is_saved_for_it_and_nobody_for_other_copies() -> None:
+    rig = Rig(is_manual=True)
+    urgent = rig.queues.urgent
+    rig.out("a", 1)
+    rig.tier.poll()
+    rig.save(2)
+    assert (urgent.num_follows, urgent.num_holds) == (1, 1)
+    assert rig.queues.out.num_holds == 0 and len(rig.queues.out.pieces) == 1
+    contents = rig.block(3)
+    (slot,) = rig.save(3, for_engine=False)
+    assert (urgent.num_follows, urgent.num_holds) == (2, 1), "this process has waited"
+    start = slot * BLOCK_BYTES
+    assert rig.memory.tensor[start : start + BLOCK_BYTES].numpy().tobytes() == contents
+    rig.queues.out.finish()
+    rig.tier.poll()
+    rig.check()
+
+
+def test_saving_without_slots_or_copies_holds_nothing() -> None:
+    rig = Rig(num_slots=2, num_good=0)
+    with pytest.raises(OutOfBlocksError, match="3 DRAM slots asked for, 2 of 2 free"):
+        rig.save(1, 2, 3)
+    with pytest.raises(TransferError, match="on fire"):
+        rig.save(1, 2)
+    assert rig.tier.num_free == 2 and rig.tier.held() == set()
+    rig.check()
 
 
 # ── slots ─────────────────────────────────────────────────────────────────────────────────────
