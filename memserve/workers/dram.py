@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 HOST_POLL_BYTES = 16 << 20
 """Copied by one `poll` on the CPU: 3 ms, where a decode step takes ten times as long."""
 CUDA_POLL_BYTES = 256 << 20
-"""In flight on a GPU's stream: 5 ms of the host link, about a decode step. It takes 1% of HBM's
-bandwidth meanwhile, and a few multiprocessors at most."""
+"""In flight on a GPU's stream at least: 5 ms of the host link, about a decode step. It takes 1% of
+HBM's bandwidth meanwhile, and a few multiprocessors at most."""
+CUDA_BYTES_PER_S = 64 << 30
+"""More than the host link has: as much is in flight as it can copy until the next poll, if that
+comes after as long a time as this one did."""
 HOST_PIECE_BYTES = 4 << 20
 CUDA_PIECE_BYTES = 32 << 20
 """By one call: each costs the host tens of microseconds."""
@@ -101,13 +104,15 @@ class DramTier:
         clock: Callable[[], float],
         *,
         poll_bytes: int | None = None,
+        bytes_per_s: float | None = None,
         piece_bytes: int | None = None,
         make_queue: Callable[[torch.device], CopyQueue] = make_queue,
     ) -> None:
         """As many slots as fit into `memory`, which is taken over; the blocks lie in `hbm`.
 
-        `poll_bytes`: copied by one `poll` at most, and on a GPU in flight each way; `piece_bytes`:
-        by one call of `ops`. At least one block is copied, whatever these are.
+        `poll_bytes`: copied by one `poll`, and on a GPU in flight each way, or as much as
+        `bytes_per_s` makes of the time since the poll before; `piece_bytes`: by one call of `ops`.
+        At least one block is copied, whatever these are.
         Raises: StartError if not even one block fits.
         """
         num_slots = memory.size_bytes // geometry.block_bytes
@@ -123,6 +128,10 @@ class DramTier:
         self.slot_bytes = geometry.block_bytes
         self._blocks, self._slots = _views(geometry, hbm, memory.tensor, num_slots)
         self._poll_bytes = poll_bytes or (CUDA_POLL_BYTES if hbm.is_cuda else HOST_POLL_BYTES)
+        if bytes_per_s is None:
+            bytes_per_s = CUDA_BYTES_PER_S if hbm.is_cuda else 0.0
+        self._bytes_per_s = bytes_per_s
+        self._polled_at = clock()
         piece_bytes = piece_bytes or (CUDA_PIECE_BYTES if hbm.is_cuda else HOST_PIECE_BYTES)
         self._piece_blocks = max(1, piece_bytes // geometry.block_bytes)
         self._in = _Lane(make_queue(hbm.device))
@@ -208,10 +217,15 @@ class DramTier:
 
     def poll(self) -> list[CopyEnd]:
         """Let the copies go on for a bounded time; those that have ended since the last call."""
-        budget = self._poll_bytes
+        now = self._clock()
+        limit = max(self._poll_bytes, int((now - self._polled_at) * self._bytes_per_s))
+        self._polled_at = now
+        budget = limit
         ended: list[CopyEnd] = []
         for lane in (self._in, self._out):
-            budget = self._advance(lane, budget)
+            if lane.queue.stream is not None:
+                budget = limit  # the host link has both directions for itself
+            budget = self._advance(lane, budget, limit)
             ended += self._take_ended(lane)
         return ended
 
@@ -292,11 +306,11 @@ class DramTier:
         self._owners[copy.owner] = copy
         lane.copies.append(copy)
 
-    def _advance(self, lane: _Lane, budget: int) -> int:
+    def _advance(self, lane: _Lane, budget: int, limit: int) -> int:
         """Begin pieces, in order, while there is room for them; returns what is left of it."""
         self._land(lane)
         for copy in lane.copies:
-            while copy.has_more and budget > 0 and lane.flying_bytes < self._poll_bytes:
+            while copy.has_more and budget > 0 and lane.flying_bytes < limit:
                 budget -= self._start_piece(lane, copy)
                 self._land(lane)
         return budget

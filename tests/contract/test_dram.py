@@ -33,6 +33,7 @@ class Rig:
         *,
         num_slots: int = NUM_SLOTS,
         poll_blocks: int | None = None,
+        bytes_per_s: float | None = None,
         num_good: int = 1 << 30,
         is_manual: bool = False,
     ) -> None:
@@ -42,7 +43,7 @@ class Rig:
         self.clock = FakeClock()
         self.memory = HostMemory(num_slots * BLOCK_BYTES + 5, pin=False)
         self.queues = ManualQueues(num_good)
-        options: dict[str, object] = {"piece_bytes": BLOCK_BYTES}
+        options: dict[str, object] = {"piece_bytes": BLOCK_BYTES, "bytes_per_s": bytes_per_s}
         if poll_blocks is not None:
             options["poll_bytes"] = poll_blocks * BLOCK_BYTES
         if is_manual:
@@ -119,6 +120,20 @@ def test_one_poll_copies_a_bounded_number_of_blocks_inwards_first() -> None:
     rig.into("in", slots, 10, 11, 12)
     ends = [[end.owner for end in rig.tier.poll()] for _ in range(3)]
     assert ends == [[], ["in"], ["out"]]
+
+
+def test_what_is_in_flight_follows_the_time_between_two_polls() -> None:
+    """So that the link has work through a step however long it is."""
+    rig = Rig(is_manual=True, poll_blocks=1, bytes_per_s=float(BLOCK_BYTES))
+    rig.out("a", *range(8))
+    out = rig.queues.out
+    for passed_s, in_flight in ((0.5, 1), (3.0, 3), (1.0, 3), (5.0, 5)):
+        rig.clock.now_s += passed_s
+        rig.tier.poll()
+        assert len(out.pieces) == in_flight
+    out.finish(8)
+    rig.tier.poll()
+    assert len(out.pieces) == 1, "as few as at first"
 
 
 def test_a_copy_ends_when_its_last_piece_is_done() -> None:
