@@ -18,6 +18,7 @@ audits of all pools are clean.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -69,7 +70,7 @@ class Load:
         """The longest time without a token at any client."""
         inside = [at for at in self.arrivals if since <= at <= until]
         points = [since, *inside, until]
-        return max(b - a for a, b in zip(points, points[1:], strict=False))
+        return max(b - a for a, b in itertools.pairwise(points))
 
     def _ask(self, number: int, prompt_tokens: int, max_tokens: int) -> None:
         rng = random.Random(number)
