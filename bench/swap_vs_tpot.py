@@ -62,6 +62,26 @@ OUTSTANDING = 4
 """Copies of a direction that are begun or wait, so that the link never has none."""
 
 
+MEANINGS = {
+    "rounds": "times that every phase is measured",
+    "steps": "decode steps of a phase",
+    "warm_up": "decode steps before",
+    "requests": "that decode",
+    "prompt": "tokens of each of their prompts",
+    "answer": "their tokens: more than all steps together",
+    "histories": "prompts for `pressure`",
+    "history_tokens": "tokens of each",
+    "batch": "blocks of one copy",
+    "block_size": "tokens of a block",
+    "plain_mb": "size of a plain copy",
+    "threads": "of torch's operators on the CPU",
+}
+SIZES = {
+    "cuda": (3, 60, 100, 8, 512, 2400, 20, 4096, 128, 16, 1024, 1),
+    "cpu": (1, 10, 5, 2, 64, 600, 6, 256, 4, 32, 16, 1),
+}
+
+
 class Phase(msgspec.Struct):
     """Some decode steps in a row."""
 
@@ -557,20 +577,12 @@ def _options() -> argparse.Namespace:
     made.add_argument("--load-format", default="auto")
     made.add_argument("--eager", action="store_true", help="neither compile nor graphs")
     made.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    made.add_argument("--rounds", type=int, default=3)
-    made.add_argument("--steps", type=int, default=60, help="decode steps of a phase")
-    made.add_argument("--warm-up", type=int, default=100, help="decode steps before")
-    made.add_argument("--requests", type=int, default=8, help="that decode")
-    made.add_argument("--prompt", type=int, default=512)
-    made.add_argument("--answer", type=int, default=2400, help="more than all steps together")
-    made.add_argument("--histories", type=int, default=20, help="prompts for `pressure`")
-    made.add_argument("--history-tokens", type=int, default=4096)
-    made.add_argument("--batch", type=int, default=128, help="blocks of one copy")
-    made.add_argument("--block-size", type=int, default=16)
-    made.add_argument("--plain-mb", type=int, default=1024)
-    made.add_argument("--threads", type=int, default=1)
+    for name, meaning in MEANINGS.items():
+        made.add_argument(f"--{name.replace('_', '-')}", type=int, help=meaning)
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--max-seconds", type=float, default=300.0)
+    device = made.parse_known_args()[0].device
+    made.set_defaults(**dict(zip(MEANINGS, SIZES[device], strict=True)))
     options: argparse.Namespace = made.parse_args()
     return options
 
