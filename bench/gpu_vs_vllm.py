@@ -53,6 +53,13 @@ FIRST_TOKEN, LAST_TOKEN = 1000, 10_000
 REQUEST_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 280.0
 SERVERS = ("memserve", "vllm")
+RATIOS = {
+    "ttft": "ttft_s",
+    "tpot": "tpot_s",
+    "steady": "steady_s",
+    "throughput": "tokens_per_s",
+}
+"""What is compared → the field of `Burst`."""
 
 
 class Burst(msgspec.Struct):
@@ -287,11 +294,11 @@ def summary(bursts: Sequence[Burst]) -> tuple[dict[str, Scalar], list[dict[str, 
             own = [burst for burst in line if burst.server == server]
             if own:
                 rows.append(_row(server, count, own))
-        for name in ("ttft_s", "tpot_s", "steady_s", "tokens_per_s"):
-            ratios = [getattr(ours, name) / getattr(theirs, name) for ours, theirs in pairs]
+        for name, field in RATIOS.items():
+            ratios = [getattr(ours, field) / getattr(theirs, field) for ours, theirs in pairs]
             ratios = [ratio for ratio in ratios if ratio == ratio]  # without NaN
             if ratios:
-                key = f"{name.removesuffix('_s')}_ratio_at_{count}"
+                key = f"{name}_ratio_at_{count}"
                 metrics[key] = round(statistics.median(ratios), 4)
                 metrics[f"{key}_least"] = round(min(ratios), 4)
                 metrics[f"{key}_most"] = round(max(ratios), 4)

@@ -486,7 +486,10 @@ def serve(options: argparse.Namespace) -> Driver:
             device=options.device,
         )
         driver.worker = Worker(spec, driver)  # type: ignore[arg-type]
-        driver.worker.run()
+        try:
+            driver.worker.run()
+        except TimeoutError as error:
+            print(f"FAULT {error}: what was measured until then")
     return driver
 
 
@@ -517,7 +520,11 @@ def summary(driver: Driver) -> tuple[dict[str, Scalar], list[dict[str, Scalar]]]
     }
     rows: list[dict[str, Scalar]] = []
     for variant in VARIANTS:
-        found = [n for n, p in enumerate(phases) if p.variant == variant and not p.error]
+        found = [
+            n
+            for n in range(1, len(phases) - 1)
+            if phases[n].variant == variant and not any(p.error for p in phases[n - 1 : n + 2])
+        ]
         if not found:
             continue
         ratios = [
