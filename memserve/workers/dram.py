@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 HOST_POLL_BYTES = 16 << 20
 """Copied by one `poll` on the CPU: 3 ms, where a decode step takes ten times as long."""
-CUDA_POLL_BYTES = 256 << 20
-"""In flight on a GPU's stream at least: 5 ms of the host link, about a decode step. It takes 1% of
-HBM's bandwidth meanwhile, and a few multiprocessors at most."""
-CUDA_BYTES_PER_S = 64 << 30
-"""More than the host link has: as much is in flight as it can copy until the next poll, if that
-comes after as long a time as this one did."""
+CUDA_POLL_BYTES = 512 << 20
+"""In flight on a GPU's stream at least: 10 ms of the host link, about two decode steps. It takes 1%
+of HBM's bandwidth meanwhile, and a few multiprocessors at most."""
+CUDA_BYTES_PER_S = 150e9
+"""In flight for each second between two polls. What begins at a poll starts when the step that runs
+then has ended, and has to last until the step after it has: two and a half times the host link."""
 HOST_PIECE_BYTES = 4 << 20
 CUDA_PIECE_BYTES = 32 << 20
 """By one call: each costs the host tens of microseconds."""
