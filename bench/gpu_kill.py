@@ -29,6 +29,7 @@ import traceback
 from typing import Any
 
 from bench._cluster import Answer, Cluster, FaultError, require
+from bench._cuda_processes import faults as cuda_faults
 from bench._report import Scalar, parser, publish
 from memserve.engine_args import count_gpus
 
@@ -230,6 +231,10 @@ def _clusters(
     run = Run(cluster, options)
     try:
         metrics["start_s"] = round(cluster.wait(options.start_s), 1)
+        if options.device == "cuda":
+            workers = [i["pid"] for i in cluster.get("/v1/status")["instances"]]
+            found, raw["processes"] = cuda_faults(cluster.process.pid, workers)
+            faults += found
         for victim in victims:
             run.kill({"D": "D0", "P": "P0"}[victim])
         cluster.stop()
