@@ -131,7 +131,7 @@ class Run:
         back = time.monotonic()
         silence_s = load.longest_silence(killed, min(back, killed + 10.0))
         self.metrics |= {
-            f"{victim}_reserved_blocks_when_killed": reserved,
+            f"{victim}_reserved_blocks_last_heard": reserved,
             f"{victim}_longest_silence_s": round(silence_s, 3),
             f"{victim}_back_after_s": round(back_s, 1),
         }
