@@ -58,7 +58,7 @@ from memserve.workers.spec import WorkerSpec
 
 VARIANTS = ("out", "in", "both", "pressure")
 FIRST_TOKEN, LAST_TOKEN = 1000, 10_000
-OUTSTANDING = 4
+OUTSTANDING = 6
 """Copies of a direction that are begun or wait, so that the link never has none."""
 
 
@@ -78,7 +78,7 @@ MEANINGS = {
 }
 SIZES = {
     "cuda": (3, 60, 100, 8, 512, 2400, 20, 4096, 128, 16, 1024, 1),
-    "cpu": (1, 10, 5, 2, 64, 600, 6, 256, 4, 32, 16, 1),
+    "cpu": (1, 10, 5, 2, 64, 300, 16, 256, 4, 32, 16, 1),
 }
 
 
@@ -91,7 +91,7 @@ class Phase(msgspec.Struct):
     out_bytes_per_s: float = 0.0
     in_bytes_per_s: float = 0.0
     lost: int = 0
-    """Prompts that DRAM did not have when they were asked for."""
+    """Blocks that neither HBM nor DRAM had when they were asked for."""
     error: str = ""
 
 
@@ -167,16 +167,15 @@ class Copies:
         return bool(self._tier.is_active)
 
     def turn(self) -> None:
+        for direction in self._is_open:
+            while sum(name.startswith(direction) for name in self._running) < OUTSTANDING:
+                self._start(direction)
         for end in self._tier.poll():
             if end.error:
                 raise RuntimeError(end.error)
             self._rates[end.owner.split()[0]].add(end.size_bytes)
             self._tier.free(self._slots.pop(end.owner, []))
             self._running.remove(end.owner)
-        for direction in self._is_open:
-            while sum(name.startswith(direction) for name in self._running) < OUTSTANDING:
-                self._start(direction)
-        self._tier.poll()
 
     def end(self, phase: Phase) -> None:
         self._is_open = set()
@@ -197,8 +196,11 @@ class Copies:
 class Pressure:
     """Prompts are brought one after the other, and let go at once."""
 
-    def __init__(self, swaps: Any, prompts: list[list[int]], block_bytes: int) -> None:
+    def __init__(
+        self, swaps: Any, mempool: Any, prompts: list[list[int]], block_bytes: int
+    ) -> None:
         self._swaps = swaps
+        self._mempool = mempool
         self._prompts = prompts
         self._block_bytes = block_bytes
         self._number = 0
@@ -226,6 +228,8 @@ class Pressure:
     def _bring(self) -> None:
         self._number += 1
         tokens = self._prompts[self._number % len(self._prompts)]
+        path = self._mempool.path(tokens)
+        self._lost += path.num_blocks - self._mempool.find(path).num_blocks
         self._is_waiting = True
         self._swaps.bring(
             f"bench {self._number}",
@@ -235,7 +239,6 @@ class Pressure:
             keeps=False,
             is_prompt=False,
         )
-        self._lost += not self._is_waiting
 
     def _arrived(self) -> None:
         self._is_waiting = False
@@ -338,7 +341,8 @@ class Driver:
         memory = HostMemory((OUTSTANDING + 2) * batch * block_bytes, pin=hbm.is_cuda)
         tier = DramTier(self.geometry, hbm, memory, block_ops(hbm.device), time.monotonic)
         self._tier = tier
-        return Copies(tier, block_ids, batch), Pressure(loop._swaps, prompts, block_bytes)
+        pressure = Pressure(loop._swaps, loop._mempool, prompts, block_bytes)
+        return Copies(tier, block_ids, batch), pressure
 
     def _phase(self, variant: str, mover: Mover) -> Iterator[None]:
         phase = Phase(variant)
@@ -496,8 +500,8 @@ def serve(options: argparse.Namespace) -> Driver:
 def sizes(options: argparse.Namespace) -> tuple[int, int, int]:
     """Blocks of HBM and of DRAM, and the longest request in tokens.
 
-    HBM has room for half of the histories beside what decodes and what is moved, DRAM for three
-    quarters.
+    HBM has room for half of the histories, when the requests that decode have become as long as
+    they can, and DRAM for three quarters.
     """
     size = options.block_size
     decode = options.requests * -(-(options.prompt + options.answer) // size)
