@@ -88,7 +88,9 @@ class PlainVllm:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `close`)
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+        # What `vllm serve` runs, by a name that the packages for CPUs have as well.
+        command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+        command += ["--model", model]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
         command += ["--kv-cache-memory-bytes", str(options.hbm_mb << 20)]
         command += ["--enable-prefix-caching", "--disable-log-stats"]
