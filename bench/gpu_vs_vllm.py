@@ -140,8 +140,10 @@ class PlainVllm:
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """For both."""
+    """For both. What vLLM chooses by its kind of use otherwise is named."""
     made: dict[str, Any] = {
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
         "dtype": "bfloat16" if options.device == "cuda" else "float32",
         "max_model_len": 2 * (options.prompt + options.answer),
         "load_format": options.load_format,
