@@ -22,7 +22,8 @@ back what is held.
 Rules that every path obeys:
 - the client's stream ends exactly once: by a final delivery, by `Fail`, or by its own cancel;
 - a reservation ends by `Commit` after `Sent`, or by `Cancel` once the sender is known to be quiet:
-  it answered, it is dead, or it was never told to send;
+  it answered, it is dead, or it was never told to send (nobody else waits for that: a transfer
+  that is late or unwanted is abandoned, and only the request's end waits for its sender);
 - whoever knows the request (its tokens, its pins) is told to forget it before the end; the source
   of a fetch never knows it, only the one transfer;
 - events of other attempts, transfers or instances change nothing.
@@ -99,8 +100,6 @@ class TransferState(enum.Enum):
     """`Allocate` is out; nobody may write."""
     ORDERED = "ordered"
     """`Transmit` is out; the sender may be writing."""
-    CANCELLING = "cancelling"
-    """The sender was told to stop, and has not answered."""
     SENT = "sent"
     """`Commit` is out."""
 
@@ -140,9 +139,9 @@ class RequestLifecycle:
         self._limits = limits
         self._known: dict[Seat, int] = {}
         """Who has to forget the request, and how many of its tokens they were told."""
-        self._is_decode_lost = False
-        """D went away during a fetch: the request is placed again after it."""
         self._transfer: _Transfer | None = None
+        self._abandoned: dict[TransferId, _Transfer] = {}
+        """Whose sender was told to stop, and has not answered; of any attempt."""
         self._prompt_attempt: int | None = None
         """The attempt that speaks of the prompt to the client; a later one would repeat it, and
         take generated tokens for a part of the prompt."""
@@ -172,13 +171,12 @@ class RequestLifecycle:
         self.plan = plan
         self.attempt += 1
         self.is_prompt_computed = self.is_decode_cold = False
-        self._is_decode_lost = False
         return self._prefill(plan) if plan.fetch is None else self._fetch(plan, plan.fetch)
 
     def give_up(self, message: str) -> list[Action]:
         """No place was found. Only while UNPLACED."""
         assert self.phase is Phase.UNPLACED, self.phase
-        return [*self._fail(message), *self._end_if_quiet()]
+        return [*self._fail(message), *self._release_all(), *self._end_if_quiet()]
 
     def step(self, event: AnyInput) -> list[Action]:
         """Take one event; the actions are to be carried out in order.
@@ -195,7 +193,7 @@ class RequestLifecycle:
         """Raises: AssertionError if the state contradicts itself."""
         if self.phase is Phase.ENDED:
             assert self.is_client_done
-            assert not self._known and self._transfer is None
+            assert not self._known and self._transfer is None and not self._abandoned
         if self.phase in (Phase.RETURN, Phase.DRAIN):
             assert self.is_client_done
         if self.phase in (Phase.FETCH, Phase.PREFILL, Phase.HANDOFF, Phase.DECODE):
@@ -229,9 +227,13 @@ class RequestLifecycle:
                 return self._on_instance_lost(event.seat)
             case Started() | Finished() | Rejected():
                 return []
-        if self._transfer is None or event.transfer_id != self._transfer.id:
-            return []
-        return self._on_transfer_event(self._transfer, event)
+        if self._transfer is not None and event.transfer_id == self._transfer.id:
+            return self._on_transfer_event(self._transfer, event)
+        is_answer = isinstance(event, Sent | TransmitFailed)
+        if is_answer and (transfer := self._abandoned.pop(event.transfer_id, None)) is not None:
+            note = Note("abandoned transfer ended", event.instance)
+            return [note, *self._cancel_at(transfer.receiver, transfer.id)]
+        return []
 
     def _on_started(self, event: Started) -> list[Action]:
         plan = self._running_plan()
@@ -337,18 +339,16 @@ class RequestLifecycle:
 
     def _on_instance_lost(self, seat: Seat) -> list[Action]:
         plan = self.plan
-        source = plan.fetch.source if plan is not None and plan.fetch is not None else None
-        if plan is None or seat not in (plan.first, plan.decode, source):
-            return []
         self._known.pop(seat, None)
         transfer_actions = self._on_transfer_end_lost(seat)
         if self.is_client_done:
-            return [*transfer_actions, *self._release_all()]
-        if self.phase is Phase.FETCH and seat != plan.first:
-            self._is_decode_lost |= seat == plan.decode
-            return [*transfer_actions, *(self._prefill(plan) if self._transfer is None else [])]
-        if seat not in (plan.first, plan.decode):  # all was fetched from it before
+            is_concerned = plan is not None and seat in (plan.first, plan.decode)
+            return [*transfer_actions, *(self._release_all() if is_concerned else [])]
+        if plan is None:
             return transfer_actions
+        if seat not in (plan.first, plan.decode):
+            is_awaited = self.phase is Phase.FETCH and self._transfer is None
+            return [*transfer_actions, *(self._prefill(plan) if is_awaited else [])]
         if seat == plan.first and self.phase is Phase.HANDOFF:
             assert plan.decode is not None
             return [*transfer_actions, *self._decode_cold(plan.decode)]
@@ -377,10 +377,16 @@ class RequestLifecycle:
         assert 0 < num_tokens <= self.num_tokens and not num_tokens % self._limits.block_size
         note = Note("fetching", source.instance, {"tokens": num_tokens})
         token_ids = self.token_ids[:num_tokens]
-        return [note, *self._ask(Direction.FETCH, source, plan.first, token_ids)]
+        ask = self._ask(Direction.FETCH, source, plan.first, token_ids, fetch.deadline_s)
+        return [note, *ask]
 
     def _ask(
-        self, direction: Direction, sender: Seat, receiver: Seat, token_ids: list[int]
+        self,
+        direction: Direction,
+        sender: Seat,
+        receiver: Seat,
+        token_ids: list[int],
+        deadline_s: float | None = None,
     ) -> list[Action]:
         plan = self.plan
         assert plan is not None and self._transfer is None
@@ -397,7 +403,7 @@ class RequestLifecycle:
             token_ids=token_ids[known:],
             namespace=self.spec.namespace,
             is_private=is_private,
-            deadline_s=self._limits.reservation_s,
+            deadline_s=self._limits.reservation_s if deadline_s is None else deadline_s,
         )
         return [Send(receiver.instance, command)]
 
@@ -414,9 +420,9 @@ class RequestLifecycle:
                 self._transfer = None
                 note = Note("refused", event.instance, {"reason": event.reason})
                 return [note, *self._without_transfer(transfer)]
-            case Sent() if state in (TransferState.ORDERED, TransferState.CANCELLING):
+            case Sent() if state is TransferState.ORDERED:
                 return self._on_sent(transfer, event)
-            case TransmitFailed() if state in (TransferState.ORDERED, TransferState.CANCELLING):
+            case TransmitFailed() if state is TransferState.ORDERED:
                 self._transfer = None
                 note = Note("transmit failed", event.instance, {"reason": event.reason})
                 cancel = self._cancel_at(transfer.receiver, transfer.id)
@@ -461,11 +467,6 @@ class RequestLifecycle:
             event.instance,
             {"blocks": event.num_blocks, "bytes": event.size_bytes, "seconds": event.seconds},
         )
-        is_wanted = not self.is_client_done or self.phase is Phase.RETURN
-        if not is_wanted:
-            self._transfer = None
-            cancel = self._cancel_at(transfer.receiver, transfer.id)
-            return [note, *cancel, *self._without_transfer(transfer)]
         return [note, *self._commit(transfer, event.size_bytes)]
 
     def _commit(self, transfer: _Transfer, size_bytes: int) -> list[Action]:
@@ -498,8 +499,17 @@ class RequestLifecycle:
         note = Note("reservation expired", transfer.receiver.instance)
         if self.phase is Phase.PREFILL:  # the prompt is still being computed: it is
             return [note]
-        transfer.state = TransferState.CANCELLING
-        return [note, *self._cancel_at(transfer.sender, transfer.id)]
+        return [note, *self._abandon(transfer), *self._without_transfer(transfer)]
+
+    def _abandon(self, transfer: _Transfer) -> list[Action]:
+        """Go on without the open transfer, which its sender was ordered to make.
+
+        A sender that knows the request stops because it is told to forget it, which is next.
+        """
+        self._transfer = None
+        self._abandoned[transfer.id] = transfer
+        is_fetch = transfer.direction is Direction.FETCH
+        return self._cancel_at(transfer.sender, transfer.id) if is_fetch else []
 
     def _without_transfer(self, transfer: _Transfer) -> list[Action]:
         """The transfer has ended without bringing anything."""
@@ -514,17 +524,25 @@ class RequestLifecycle:
         return self._release_all() if transfer.direction is Direction.BACK else []
 
     def _on_transfer_end_lost(self, lost: Seat) -> list[Action]:
-        """One end of the open transfer died: nobody writes any more."""
-        transfer = self._transfer
-        if transfer is None or lost not in (transfer.sender, transfer.receiver):
-            return []
-        if transfer.state is TransferState.SENT and lost == transfer.sender:
-            return []  # the bytes are there; the receiver inserts them
+        """One end of an open transfer, or of abandoned ones, died: nobody writes any more."""
+        actions: list[Action] = []
+        for transfer in list(self._abandoned.values()):
+            if lost in (transfer.sender, transfer.receiver):
+                del self._abandoned[transfer.id]
+                if lost == transfer.sender:  # else the sender has its order to stop
+                    actions += self._cancel_at(transfer.receiver, transfer.id)
+        transfer_lost = self._transfer
+        if transfer_lost is None or lost not in (transfer_lost.sender, transfer_lost.receiver):
+            return actions
+        has_sent = transfer_lost.state is TransferState.SENT
+        if has_sent and lost == transfer_lost.sender:
+            return actions  # the bytes are there; the receiver inserts them
         self._transfer = None
-        if transfer.state is TransferState.SENT:
-            return []  # the sender has answered, and may itself be dead since
-        other = transfer.receiver if lost == transfer.sender else transfer.sender
-        return self._cancel_at(other, transfer.id)
+        if has_sent:
+            return actions  # the sender has answered, and may itself be dead since
+        is_sender = lost == transfer_lost.sender
+        other = transfer_lost.receiver if is_sender else transfer_lost.sender
+        return [*actions, *self._cancel_at(other, transfer_lost.id)]
 
     def _cancel_at(self, seat: Seat, transfer_id: TransferId) -> list[Action]:
         return [Send(seat.instance, Cancel(epoch=seat.epoch, transfer_id=transfer_id))]
@@ -533,9 +551,6 @@ class RequestLifecycle:
 
     def _prefill(self, plan: Plan) -> list[Action]:
         """P computes what it does not hold of the prompt."""
-        if self._is_decode_lost:
-            assert plan.decode is not None
-            return self._place_again(plan.decode)
         self.phase = Phase.PREFILL
         token_ids = self.token_ids
         known = self._known.get(plan.first, 0)
@@ -604,20 +619,17 @@ class RequestLifecycle:
 
     def _release_all(self) -> list[Action]:
         """Everybody forgets the request; an open transfer ends as its state allows."""
-        if self.phase is not Phase.UNPLACED:
-            self.phase = Phase.DRAIN
+        self.phase = Phase.DRAIN
         actions: list[Action] = []
         transfer = self._transfer
         if transfer is not None and transfer.state is TransferState.ASKED:
             self._transfer = None
             actions += self._cancel_at(transfer.receiver, transfer.id)
         elif transfer is not None and transfer.state is TransferState.ORDERED:
-            transfer.state = TransferState.CANCELLING
-            if transfer.direction is Direction.FETCH:  # its sender is told nothing below
-                actions += self._cancel_at(transfer.sender, transfer.id)
+            actions += self._abandon(transfer)
         elif transfer is not None and transfer.state is TransferState.SENT:
             self._transfer = None  # the receiver inserts, and history needs no owner
-        for seat in list(self._known):  # makes a sender answer its Transmit
+        for seat in list(self._known):
             actions += self._release(seat)
         return actions
 
@@ -628,7 +640,7 @@ class RequestLifecycle:
         return [Fail(message)]
 
     def _end_if_quiet(self) -> list[Action]:
-        if not self.is_client_done or self._known or self._transfer is not None:
+        if not self.is_client_done or self._known or self._transfer or self._abandoned:
             return []
         self.phase = Phase.ENDED
         return [Ended()]

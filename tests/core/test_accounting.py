@@ -102,7 +102,7 @@ def test_a_request_is_charged_where_it_is_and_nowhere_after_it() -> None:
 
 def test_a_fetch_is_work_that_waits_at_the_receiver_only() -> None:
     books = Books()
-    life = books.request("a", fetch=Fetch(P1, 64))
+    life = books.request("a", fetch=Fetch(P1, 64, 1.0))
     books.charge(life, 0.0)
     assert books.counts() == [1, 0, 1] and books.queue_s(P0, 0.0) > 0.0
 
@@ -158,7 +158,7 @@ def test_a_prefill_that_ran_alone_corrects_the_cost_model() -> None:
 @pytest.mark.parametrize("case", ["beside another", "fetched", "cancelled"])
 def test_other_prefills_say_nothing_about_costs(case: str) -> None:
     books = Books()
-    life = books.request("a", fetch=Fetch(P1, 64) if case == "fetched" else None)
+    life = books.request("a", fetch=Fetch(P1, 64, 1.0) if case == "fetched" else None)
     books.charge(life, 0.0)
     if case == "beside another":
         books.charge(books.request("b"), 0.1)
