@@ -223,11 +223,12 @@ class _LinkTotals(msgspec.Struct):
     seconds: float = 0.0
 
 
-class _UnderWay(msgspec.Struct, frozen=True):
+class _UnderWay(msgspec.Struct):
     source: InstanceId
     target: InstanceId
     size_bytes: int
     link: _LinkTotals
+    is_cancelled: bool = False
 
 
 class Traffic:
@@ -244,6 +245,14 @@ class Traffic:
         link.transfers += 1
         self._open[command.transfer_id] = _UnderWay(source, command.peer, size_bytes, link)
         self._loads.add_transfer(source, command.peer, size_bytes)
+
+    def cancelled(self, source: InstanceId, transfer_id: TransferId) -> None:
+        """`source` was told to give this one up; those that it does not send are ignored."""
+        under_way = self._open.get(transfer_id)
+        if under_way is None or under_way.source != source or under_way.is_cancelled:
+            return
+        under_way.is_cancelled = True
+        self._loads.add_silent(source, 1)
 
     def answered(self, event: Sent | TransmitFailed) -> None:
         """Its answer came."""
@@ -266,6 +275,7 @@ class Traffic:
     def _end(self, transfer_id: TransferId) -> _LinkTotals:
         under_way = self._open.pop(transfer_id)
         self._loads.add_transfer(under_way.source, under_way.target, -under_way.size_bytes)
+        self._loads.add_silent(under_way.source, -under_way.is_cancelled)
         return under_way.link
 
     def statuses(self, kinds: Mapping[tuple[InstanceId, InstanceId], str]) -> list[LinkStatus]:

@@ -53,6 +53,8 @@ from memserve.messages import (
     AnyCommand,
     CacheChanged,
     CacheSnapshot,
+    Cancel,
+    Expired,
     PoolStats,
     Sent,
     Tokens,
@@ -356,11 +358,24 @@ class GlobalScheduler:
 
     def _step(self, active: Active, event: AnyInput) -> list[Action]:
         was_placed = active.lifecycle.phase is not Phase.UNPLACED
+        was_fetching = active.lifecycle.phase is Phase.FETCH
         actions = active.lifecycle.step(event)
+        if was_fetching and isinstance(event, Sent | Expired):
+            self._observe_fetch(active)
         if not was_placed and active.lifecycle.is_client_done:
             self._queue.remove(active.lifecycle.spec.id)
         self._carry_out(active, actions)
         return actions
+
+    def _observe_fetch(self, active: Active) -> None:
+        """What was fetched is there, or was given up: learn from how long that took."""
+        plan, predicted_s = active.lifecycle.plan, active.fetch_s
+        if plan is None or plan.fetch is None or predicted_s is None:
+            return
+        if active.lifecycle.phase is Phase.PREFILL:
+            now, loads = self._clock(), self._members.loads
+            source = loads.slots[plan.fetch.source.instance]
+            loads.fetch_times.observe(source, predicted_s, now - active.placed_at, now)
 
     def _carry_out(self, active: Active, actions: list[Action]) -> None:
         now = self._clock()
@@ -394,6 +409,8 @@ class GlobalScheduler:
         if seat not in self._members:
             return
         self._send(seat, action.command)
+        if isinstance(action.command, Cancel):
+            self._traffic.cancelled(action.instance, action.command.transfer_id)
         if isinstance(action.command, Transmit):
             assert self._limits is not None
             num_tokens = len(action.command.block_ids) * self._limits.block_size

@@ -12,8 +12,10 @@ and, where another instance s holds more, y' of them, the fetched form
 whichever is less: what is fetched travels while p's queue is worked off. `wait` is what the links
 of both have under way, and steps of their engines: commands are served, and links looked after,
 between steps. p reserves, and s begins, after the rest of a step; s sees a step later that all is
-sent (a link that copies in s's own thread is done at once, but takes a turn for each portion). So a
-hot prefix finds a second home as soon as queueing costs more than fetching.
+sent (a link that copies in s's own thread is done at once, but takes a turn for each portion). What
+s has in DRAM it brings to HBM first. Last, `wait` has what fetches from s were late lately beyond
+all that (`fetch_times.py`). So a hot prefix finds a second home as soon as queueing costs more than
+fetching.
 
 An instance that generates adds to its steps, for all of its n requests:
 
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from memserve.core.cost_model import CostModel
 from memserve.core.loads import Bools, Counts, Loads, Seconds
@@ -124,6 +127,10 @@ class CostPolicy:
         chunk_s = self._cost.exec_s(self._chunk_tokens)
         num_decoding = loads.num_requests - loads.num_prefills
         decode_s = np.where(num_decoding > 0, loads.step_s, 0.0)
+        # A prompt alone in its last step is done when its queue is; else, half a step on average.
+        is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
+        rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
+        after_s = np.where(is_last, 0.0, np.minimum(queue_s, chunk_s))
         count = len(cached)
         firsts = _Firsts(
             cached=cached,
@@ -131,18 +138,21 @@ class CostPolicy:
             exec_s=exec_s,
             num_waiting=num_decoding + 1,
             total_s=queue_s + exec_s * (num_decoding + 1),
-            step_s=np.minimum(queue_s, chunk_s) + decode_s,
-            rest_s=np.minimum(queue_s, chunk_s / 2) + decode_s / 2,
+            step_s=after_s + decode_s,
+            rest_s=rest_s + decode_s / 2,
             fetch_s=np.zeros(count),
             fetched=np.zeros(count, np.int64),
             source=np.zeros(count, np.int64),
         )
         if demand.may_fetch:
-            usable = np.where(loads.is_ready, demand.reusable(), 0)
-            if demand.dram_tokens.any():  # what a source holds in DRAM it cannot send
-                usable = np.maximum(usable - demand.dram_tokens, 0)
-            for source in self._sources(usable, loads):
-                self._consider(firsts, source, int(usable[source]), demand, loads)
+            usable = np.where(loads.can_send, demand.reusable(), 0)
+            in_dram = demand.dram_tokens if demand.dram_tokens.any() else None
+            for source in self._sources(usable, in_dram, loads):
+                num_tokens = int(usable[source])
+                num_dram = int(in_dram[source]) if in_dram is not None else 0
+                self._consider(firsts, source, num_tokens, num_dram, demand, loads)
+                if 0 < num_dram < num_tokens:
+                    self._consider(firsts, source, num_tokens - num_dram, 0, demand, loads)
         return firsts
 
     def _exec_s(self, demand: Demand, cached: Counts) -> Seconds:
@@ -169,20 +179,32 @@ class CostPolicy:
             costs.append(seconds)
         return np.array(costs)
 
-    def _sources(self, usable: Counts, loads: Loads) -> list[int]:
-        """Who holds most (of those, who sends least), and an idler one if that is busy."""
+    def _sources(
+        self, usable: Counts, in_dram: npt.NDArray[np.int32] | None, loads: Loads
+    ) -> list[int]:
+        """Who holds most (of those, who has least to move before), and an idler one if that is
+        busy."""
         most = int(usable[usable.argmax()])
         if most == 0:
             return []
-        best = _argmin(np.where(usable == most, loads.sending_bytes, _MOST))
-        if not loads.sending_bytes[best]:
+        before = loads.sending_bytes
+        if in_dram is not None:
+            before = before + in_dram.astype(np.int64) * self._token_bytes
+        best = _argmin(np.where(usable == most, before, _MOST))
+        if not before[best]:
             return [best]
-        idlest = np.where(2 * usable >= most, loads.sending_bytes, _MOST)
+        idlest = np.where(2 * usable >= most, before, _MOST)
         other = _argmin(idlest)
         return [best] if other == best else [best, other]
 
     def _consider(
-        self, firsts: _Firsts, source: int, num_tokens: int, demand: Demand, loads: Loads
+        self,
+        firsts: _Firsts,
+        source: int,
+        num_tokens: int,
+        num_dram: int,
+        demand: Demand,
+        loads: Loads,
     ) -> None:
         """Let those fetch from this source whom it makes faster. Mutates `firsts`."""
         missing = num_tokens - firsts.cached
@@ -194,6 +216,10 @@ class CostPolicy:
         if step_s:
             turns = size_bytes // _PORTION_BYTES if self._is_in_turn else 1
             fetch_s = fetch_s + turns * step_s
+        if num_dram:  # copied in between two steps
+            fetch_s = fetch_s + self._cost.swap_in_s(num_dram * self._token_bytes) + step_s
+        if late_s := loads.fetch_times.late_s(source, demand.now):
+            fetch_s = np.maximum(fetch_s + late_s, size_bytes / self._link.bytes_per_s)
         exec_s = self._cost.exec_s(demand.num_tokens, num_tokens)
         total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s * firsts.num_waiting
         pays = (missing > 0) & (total_s < firsts.total_s)
@@ -229,7 +255,8 @@ class CostPolicy:
     ) -> Placement:
         fetch = None
         if fetched := int(firsts.fetched[first]):
-            fetch = FetchChoice(loads.instances[int(firsts.source[first])], fetched)
+            source = loads.instances[int(firsts.source[first])]
+            fetch = FetchChoice(source, fetched, float(firsts.fetch_s[first]))
         return Placement(
             first=loads.instances[first],
             decode=None if decode is None else loads.instances[decode],

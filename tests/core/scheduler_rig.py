@@ -59,6 +59,8 @@ class Rig:
         self.ended: dict[RequestId, str] = {}
         self.errors: dict[RequestId, MemServeError] = {}
         self.tokens: dict[RequestId, list[int]] = {}
+        self.hanging: set[InstanceId] = set()
+        """Which serve nothing, and say nothing."""
         self.sent: list[tuple[Seat, AnyCommand]] = []
         self.roles = {InstanceId(name): role for name, role in roles.items()}
         self.scheduler = GlobalScheduler(
@@ -152,6 +154,8 @@ class Rig:
         """Everything that could."""
         todo: list[Callable[[], None]] = []
         for worker in self.workers.values():
+            if worker.instance in self.hanging:
+                continue
             if worker.outbox:
                 todo.append(lambda w=worker: self._take(w))
             if worker.inbox:

@@ -197,7 +197,13 @@ def test_what_is_under_way_counts_until_it_is_answered_or_its_sender_is_lost() -
     traffic.answered(sent)
     traffic.answered(sent)
     traffic.answered(TransmitFailed(**about, transfer_id=ids[1], reason="broken"))  # type: ignore[arg-type]
-    assert loads.sending_bytes[0] == 100
+    assert loads.sending_bytes[0] == 100 and loads.can_send[0]
+    traffic.cancelled(D0.instance, ids[2])  # its receiver, which owes nothing
+    assert loads.can_send.all()
+    traffic.cancelled(P0.instance, ids[2])
+    traffic.cancelled(P0.instance, ids[2])
+    assert list(loads.can_send) == [False, True, True]
     traffic.lost(P0.instance)
     loads.check_integrity()
     assert not loads.sending_bytes.any() and not loads.receiving_bytes.any()
+    assert loads.can_send.all()

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memserve.core.policy import Fetching
 from memserve.core.vocabulary import Seat
 from memserve.errors import OverloadedError, UnavailableError
-from memserve.messages import CacheChanged, SendSnapshot
+from memserve.messages import CacheChanged, SendSnapshot, Transmit
 from memserve.types import InstanceId, RequestId, Role
 from tests.core.scheduler_rig import Rig
 
@@ -179,6 +180,58 @@ def test_missed_changes_of_a_cache_are_asked_for() -> None:
     event = CacheChanged(instance=seat.instance, epoch=1, sequence=2, changes=[])
     rig.scheduler.on_event(seat, event)
     assert rig.sent == [(seat, SendSnapshot(epoch=1))]
+
+
+# ── fetching ──────────────────────────────────────────────────────────────────────────────────
+
+
+def fetching_rig() -> Rig:
+    """Two instances that take turns; PD0 knows a prompt of two blocks."""
+    always = {"policy": "round_robin", "fetching": Fetching.ALWAYS}
+    rig = rig_of({"PD0": Role.COLOCATED, "PD1": Role.COLOCATED}, freshness="ttl", **always)
+    rig.submit("known", length=9)
+    rig.run()
+    return rig
+
+
+def transmits(rig: Rig) -> list[str]:
+    return [seat.instance for seat, command in rig.sent if isinstance(command, Transmit)]
+
+
+def test_a_hung_source_delays_one_request_by_its_fetch_s_deadline_and_no_other() -> None:
+    rig = fetching_rig()
+    rig.hanging.add(InstanceId("PD0"))
+    rig.submit("b", length=9)
+    rig.run()
+    assert transmits(rig) == ["PD0"] and "b" not in rig.ended
+    receiver = rig.workers[InstanceId("PD1")]
+    (transfer_id,) = receiver.expirable()
+    receiver.expire(transfer_id)
+    rig.run()
+    assert rig.ended[RequestId("b")] == "final"
+    assert receiver.expirable() == [transfer_id], "its source may still be writing"
+    rig.submit("on PD0", length=3)
+    rig.submit("c", length=10)  # PD1's turn, which holds as much by now
+    rig.run()
+    assert rig.ended[RequestId("c")] == "final" and len(transmits(rig)) == 1
+    rig.lose("PD0", returns=False)
+    rig.run()
+    rig.check_quiet()
+
+
+def test_who_lacks_something_computes_it_while_the_source_owes_an_answer() -> None:
+    rig = fetching_rig()
+    rig.hanging.add(InstanceId("PD0"))
+    rig.submit("b", length=9)
+    rig.run()
+    rig.cancel("b")  # before anything was inserted
+    rig.submit("on PD0", length=3)
+    rig.submit("c", length=9)
+    rig.run()
+    assert rig.ended[RequestId("c")] == "final" and len(transmits(rig)) == 1
+    rig.hanging.clear()  # it goes on, and answers
+    rig.run()
+    rig.check_quiet()
 
 
 # ── any order of events ───────────────────────────────────────────────────────────────────────
