@@ -440,7 +440,6 @@ class GlobalScheduler:
         request_id = active.lifecycle.spec.id
         logger.warning("request %s failed: %s", request_id, error)
         self._totals.failed += 1
-        active.timeline.note("failed", self._clock(), None, {"error": str(error)})
-        active.timeline.end("failed", self._clock())
+        active.timeline.end("failed", self._clock(), str(error))
         if self._sink is not None:
             self._sink.on_error(request_id, error)

@@ -111,6 +111,10 @@ def test_who_waits_too_long_is_told_why() -> None:
     rig.scheduler.tick()
     assert isinstance(rig.errors[RequestId("2")], OverloadedError)
     assert "no instance had room within 60 s" in str(rig.errors[RequestId("2")])
+    timeline = rig.scheduler.timeline(RequestId("2"))
+    assert timeline is not None and timeline.state == "failed"
+    (failed,) = [step for step in timeline.steps if step.name == "failed"]
+    assert "had room within 60 s" in str(failed.detail["error"])
     rig.run()
     rig.check_quiet()
 
