@@ -184,6 +184,23 @@ async def test_an_instance_dies_in_mid_fetch(
     assert answer.token_ids == expected
 
 
+async def test_a_hung_source_costs_a_request_its_fetch_and_no_more(
+    held: HeldFetch, reference: Reference
+) -> None:
+    """The source is stopped throughout, and its heartbeat's deadline is far away."""
+    client = held.client
+    answer = await held.task
+    steps = await client.steps(held.call_id)
+    assert "reservation expired" in steps and "fetched" not in steps
+    assert answer.cached_tokens == 0
+    assert "released" not in steps, "its source may still be writing"
+    held.resume()
+    await client.until_released(held.call_id)
+    await client.until_idle()  # the audit is clean
+    [expected] = await asyncio.to_thread(reference.tokens, [held.job])
+    assert answer.token_ids == expected
+
+
 async def test_a_client_leaves_in_mid_fetch(held: HeldFetch) -> None:
     held.task.cancel()
     await held.client.until_step(held.call_id, "cancelled")
