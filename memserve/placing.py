@@ -30,7 +30,6 @@ from memserve.core.tree_parts import Match
 from memserve.core.vocabulary import Fetch, Plan
 from memserve.types import Caching, InstanceId, Role
 
-
 _PATIENCE = 2.0
 _PATIENCE_S = 0.1
 """A fetch may take so many times what was predicted, and so much longer, beside the time that
