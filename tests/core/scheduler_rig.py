@@ -50,7 +50,13 @@ SETTINGS = SchedulerSettings(
 class Rig:
     """One cluster. It is also the front end: `ended` says how each request's stream ended."""
 
-    def __init__(self, roles: Mapping[str, Role], data: bytes = b"", **settings: object) -> None:
+    def __init__(
+        self,
+        roles: Mapping[str, Role],
+        data: bytes = b"",
+        shape: ModelShape = SHAPE,
+        **settings: object,
+    ) -> None:
         self.now = 0.0
         self.choices = Choices(data)
         self.truths: dict[RequestId, Truth] = {}
@@ -68,7 +74,7 @@ class Rig:
             self.roles,
             self._send,
             lambda: self.now,
-            CostModel(built_in(SHAPE, "cpu")),
+            CostModel(built_in(shape, "cpu")),
         )
         self.scheduler.attach(self)
         self.scheduler.configure(BLOCK_SIZE)
@@ -178,6 +184,12 @@ class Rig:
         self.scheduler.on_event(Seat(worker.instance, worker.epoch), event)  # type: ignore[arg-type]
 
     # ── what is asked about it ────────────────────────────────────────────────────────────────
+
+    def has_begun(self, name: str) -> bool:
+        """Whether its client has a token."""
+        timeline = self.scheduler.timeline(RequestId(name))
+        assert timeline is not None
+        return any(step.name == "first token" for step in timeline.steps)
 
     def placed(self) -> list[str]:
         """The requests that were placed, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from memserve.core.vocabulary import Seat
 from memserve.errors import OverloadedError, UnavailableError
 from memserve.messages import CacheChanged, SendSnapshot, Transmit
 from memserve.types import InstanceId, RequestId, Role
-from tests.core.scheduler_rig import Rig
+from tests.core.scheduler_rig import SHAPE, Rig
 
 PAIR = {"P0": Role.PREFILL, "D0": Role.DECODE}
 ONE = {"PD0": Role.COLOCATED}
@@ -236,6 +237,40 @@ def test_who_lacks_something_computes_it_while_the_source_owes_an_answer() -> No
     rig.hanging.clear()  # it goes on, and answers
     rig.run()
     rig.check_quiet()
+
+
+def test_what_a_fetch_really_took_counts_for_the_next_one() -> None:
+    """The cost policy's own fetches, of a model so large that every block is worth one."""
+    large = msgspec.structs.replace(SHAPE, num_layers=80, hidden=8192, intermediate=28672)
+    roles = {"PD0": Role.COLOCATED, "PD1": Role.COLOCATED}
+    rig = rig_of(roles, shape=large, freshness="ttl", max_running=1)
+    rig.submit("known", length=401)
+    rig.run()
+    rig.submit("beside", length=401)  # where it is known
+    while not rig.has_begun("beside"):
+        rig.candidates()[0]()
+    rig.hanging.add(InstanceId("PD0"))
+    rig.submit("fetches", length=401)
+    rig.run()
+    assert transmits(rig) == ["PD0"] and "fetches" not in rig.ended
+    before = fetch_s(rig, "fetches")
+    rig.now += before + 0.01
+    rig.hanging.clear()
+    rig.run()
+    rig.check_quiet()
+    assert rig.scheduler._members.loads.fetch_times.late_s(0, rig.now) == pytest.approx(
+        0.2 * 0.01, rel=1e-4
+    )
+
+
+def fetch_s(rig: Rig, name: str) -> float:
+    """What was predicted for its fetch."""
+    timeline = rig.scheduler.timeline(RequestId(name))
+    assert timeline is not None
+    (reason,) = [step.detail for step in timeline.steps if step.name == "placed"]
+    candidates = reason["candidates"]
+    assert isinstance(candidates, list)
+    return float(candidates[0]["fetch_s"])
 
 
 # ── any order of events ───────────────────────────────────────────────────────────────────────
