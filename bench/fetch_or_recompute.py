@@ -10,8 +10,8 @@ every placement the policy says what it would have done on PD1, with the schedul
 profile and what it has learnt from earlier fetches::
 
     source idle    PD0 has nothing to do: the fixed costs of a fetch against a few blocks
-    source busy    PD0 is computing a long prompt, which began a random while ago: links and
-                   commands are served between two steps only
+    source busy    PD0 is computing a long prompt, which began some part of its time ago: links
+                   and commands are served between two steps only
 
 A decision is right if the case's faster way was chosen; ways whose medians differ by less than half
 the sum of their spreads (between quartiles, halved) are ties, and right. Loss: by how much the
@@ -63,13 +63,16 @@ class Sample(msgspec.Struct):
 
 
 class Case(msgspec.Struct):
-    """Lengths in tokens; `busy`: of the prompt that the source computes meanwhile, or 0."""
+    """Lengths in tokens."""
 
     prompt: int
     held: int
     own: int
     """What the target holds already."""
     busy: int
+    """The prompt that the source computes meanwhile; 0: none."""
+    elapsed: float
+    """Of its time: what has passed when the request comes."""
     samples: list[Sample] = []
 
     def seconds(self, way: str) -> list[float]:
@@ -154,7 +157,7 @@ class Bench:
         self._server.prefill([*prompt[: case.held], LAST_TOKEN], SOURCE)
         if case.own:
             self._server.prefill([*prompt[: case.own], LAST_TOKEN], TARGET)
-        with self._busy(case.busy):
+        with self._busy(case):
             steps = self._server.prefill(prompt, TARGET, WAYS[way])
         if ("fetching" in steps) != (way == "fetch"):
             raise SystemExit(f"{case} was to be a {way}: {steps}")
@@ -169,15 +172,15 @@ class Bench:
         )
 
     @contextlib.contextmanager
-    def _busy(self, length: int) -> Iterator[None]:
-        """The source has begun a prompt of so many tokens, some part of its time ago."""
-        if not length:
+    def _busy(self, case: Case) -> Iterator[None]:
+        """The source has begun another prompt, some part of its time ago."""
+        if not case.busy:
             yield
             return
-        prompt = self._prompt(length)
+        prompt = self._prompt(case.busy)
         other = threading.Thread(target=self._server.prefill, args=(prompt, SOURCE))
         other.start()
-        time.sleep(self._rng.uniform(0.05, 0.8) * self._step_s[length])
+        time.sleep(case.elapsed * self._step_s[case.busy])
         try:
             yield
         finally:
@@ -234,8 +237,9 @@ def _cases(args: argparse.Namespace) -> list[Case]:
         helds |= {int(share * most) // size * size for share in args.shares}
         for held in helds - {0}:
             owns = {int(share * held) // size * size for share in args.own_shares}
-            found |= {(length, held, own, busy) for own in owns for busy in (0, *args.busy)}
-    return [Case(*key) for key in sorted(found) if key[2] < key[1]]
+            found |= {(length, held, own, 0, 0.0) for own in owns if own < held}
+            found |= {(length, held, 0, busy, at) for busy in args.busy for at in args.elapsed}
+    return [Case(*key) for key in sorted(found)]
 
 
 def _spread(samples: list[float]) -> float:
@@ -255,7 +259,7 @@ def _publish(cases: list[Case], source: str, rounds: int, args: argparse.Namespa
                 "tokens": case.prompt,
                 "held": case.held,
                 "own": case.own,
-                "source": "busy" if case.busy else "idle",
+                "source": f"busy, {case.elapsed:.0%} done" if case.busy else "idle",
                 "fetch_ms": round(case.medians["fetch"] * 1e3, 2),
                 "recompute_ms": round(case.medians["recompute"] * 1e3, 2),
                 "faster": case.faster,
@@ -312,6 +316,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--shares", type=float, nargs="*", default=[0.5, 1.0], help="and by share")
     made.add_argument("--own-shares", type=float, nargs="+", default=[0.0, 0.5])
     made.add_argument("--busy", type=int, nargs="*", default=[480], help="prompts of a busy source")
+    made.add_argument("--elapsed", type=float, nargs="*", default=[0.25, 0.75], help="of its time")
     made.add_argument("--repeats", type=int, default=3, help="rounds over all cases")
     made.add_argument("--seconds", type=float, default=180.0, help="start no sample after that")
     made.add_argument("--block-size", type=int, default=32)
