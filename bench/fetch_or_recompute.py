@@ -75,6 +75,16 @@ class Case(msgspec.Struct):
     """Of its time: what has passed when the request comes."""
     samples: list[Sample] = []
 
+    @property
+    def name(self) -> str:
+        source = f"busy with {self.busy}, {self.elapsed:.0%} done" if self.busy else "idle"
+        return f"{self.prompt} tokens, {self.held} held, {self.own} own, source {source}"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether both ways were measured."""
+        return all(self.seconds(way) for way in WAYS)
+
     def seconds(self, way: str) -> list[float]:
         return [sample.seconds for sample in self.samples if sample.way == way]
 
@@ -150,8 +160,15 @@ class Bench:
             self._server.prefill(prompt[: len(prompt) // 2], SOURCE)
             self._server.prefill(prompt, TARGET, Fetching.ALWAYS)
 
-    def sample(self, case: Case, way: str) -> Sample:
-        """Raises: SystemExit if it did not go the way that was asked for."""
+    def sample(self, case: Case, way: str) -> Sample | None:
+        """None if it failed, or did not go the way that was asked for; says so."""
+        try:
+            return self._sample(case, way)
+        except (OSError, SystemExit) as error:  # a request that failed, or was not released
+            print(f"{case.name} by {way}: {error}")
+            return None
+
+    def _sample(self, case: Case, way: str) -> Sample:
         prompt = self._prompt(case.prompt)
         # The token after the known ones differs, and so does every later block.
         self._server.prefill([*prompt[: case.held], LAST_TOKEN], SOURCE)
@@ -160,7 +177,7 @@ class Bench:
         with self._busy(case):
             steps = self._server.prefill(prompt, TARGET, WAYS[way])
         if ("fetching" in steps) != (way == "fetch"):
-            raise SystemExit(f"{case} was to be a {way}: {steps}")
+            raise SystemExit(f"it went the other way: {list(steps)}")
         reason = steps["placed"]["detail"]
         self.profile = reason["profile"]
         return Sample(
@@ -212,7 +229,10 @@ def main() -> None:
         bench = Bench(Server(url), random.Random(args.seed))
         bench.warm_up(cases)
         rounds = _measure(bench, cases, args, begin + args.seconds)
-    _publish(cases, bench.profile, rounds, args)
+    complete = [case for case in cases if case.is_complete]
+    if not complete:
+        raise SystemExit("no case was measured both ways")
+    _publish(complete, bench.profile, rounds, args)
 
 
 def _measure(bench: Bench, cases: list[Case], args: argparse.Namespace, deadline: float) -> int:
@@ -223,7 +243,8 @@ def _measure(bench: Bench, cases: list[Case], args: argparse.Namespace, deadline
         for case, way in rng.sample(order, len(order)):
             if number and time.monotonic() > deadline:
                 return number
-            case.samples.append(bench.sample(case, way))
+            sample = bench.sample(case, way)
+            case.samples += [sample] if sample is not None else []
     return int(args.repeats)
 
 
@@ -275,6 +296,7 @@ def _publish(cases: list[Case], source: str, rounds: int, args: argparse.Namespa
             "profile": source,
             "block_size": args.block_size,
             "rounds": rounds,
+            "cases_without_samples": len(_cases(args)) - len(cases),
             "set": args.set,
         },
         metrics=_metrics(cases),
