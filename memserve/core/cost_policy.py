@@ -68,10 +68,12 @@ class _Firsts(msgspec.Struct):
     """Requests that wait while the prompt is computed: its own, and those that generate there."""
     total_s: Seconds
     """For all of them."""
-    step_s: Seconds
-    """Of its engine, in which no command is served."""
+    decode_s: Seconds
+    """Of a step of those that generate there."""
+    is_last: Bools
+    """Its queue is one prompt, in its last step."""
     rest_s: Seconds
-    """Of the step that it is in, as far as one can tell."""
+    """Of the step that it is in, as far as one can tell: no command is served meanwhile."""
     fetch_s: Seconds
     fetched: Counts
     """Tokens that will be there after a fetch; 0: it does not pay."""
@@ -124,13 +126,12 @@ class CostPolicy:
         cached = demand.found()
         queue_s = loads.queue_s(demand.now)
         exec_s = self._exec_s(demand, cached)
-        chunk_s = self._cost.exec_s(self._chunk_tokens)
+        chunk_s = self._chunk_s()
         num_decoding = loads.num_requests - loads.num_prefills
         decode_s = np.where(num_decoding > 0, loads.step_s, 0.0)
-        # A prompt alone in its last step is done when its queue is; else, half a step on average.
+        # Such a step ends with the queue; of others, half is left on average.
         is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
         rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
-        after_s = np.where(is_last, 0.0, np.minimum(queue_s, chunk_s))
         count = len(cached)
         firsts = _Firsts(
             cached=cached,
@@ -138,7 +139,8 @@ class CostPolicy:
             exec_s=exec_s,
             num_waiting=num_decoding + 1,
             total_s=queue_s + exec_s * (num_decoding + 1),
-            step_s=after_s + decode_s,
+            decode_s=decode_s,
+            is_last=is_last,
             rest_s=rest_s + decode_s / 2,
             fetch_s=np.zeros(count),
             fetched=np.zeros(count, np.int64),
@@ -154,6 +156,10 @@ class CostPolicy:
                 if 0 < num_dram < num_tokens:
                     self._consider(firsts, source, num_tokens - num_dram, 0, demand, loads)
         return firsts
+
+    def _chunk_s(self) -> float:
+        """The longest step of a prompt's."""
+        return self._cost.exec_s(self._chunk_tokens)
 
     def _exec_s(self, demand: Demand, cached: Counts) -> Seconds:
         """exec(x, y); with KV in DRAM, swapping it in or computing it, whichever is less."""
@@ -210,7 +216,9 @@ class CostPolicy:
         missing = num_tokens - firsts.cached
         under_way = np.maximum(loads.sending_bytes[source], loads.receiving_bytes)
         size_bytes = np.maximum(missing, 0) * self._token_bytes + under_way
-        step_s = float(firsts.step_s[source])
+        step_s = float(firsts.decode_s[source])  # the next one, after the rest
+        if not firsts.is_last[source]:
+            step_s += min(float(firsts.queue_s[source]), self._chunk_s())
         fixed_s = _ROUND_TRIPS_S + float(firsts.rest_s[source]) + self._link.fixed_s
         fetch_s = fixed_s + firsts.rest_s + size_bytes / self._link.bytes_per_s
         if step_s:
