@@ -361,21 +361,12 @@ class GlobalScheduler:
         was_fetching = active.lifecycle.phase is Phase.FETCH
         actions = active.lifecycle.step(event)
         if was_fetching and isinstance(event, Sent | Expired):
-            self._observe_fetch(active)
+            now, since = self._clock(), active.placed_at
+            self._members.observe_fetch(active.lifecycle, active.fetch_s, now - since, now)
         if not was_placed and active.lifecycle.is_client_done:
             self._queue.remove(active.lifecycle.spec.id)
         self._carry_out(active, actions)
         return actions
-
-    def _observe_fetch(self, active: Active) -> None:
-        """What was fetched is there, or was given up: learn from how long that took."""
-        plan, predicted_s = active.lifecycle.plan, active.fetch_s
-        if plan is None or plan.fetch is None or predicted_s is None:
-            return
-        if active.lifecycle.phase is Phase.PREFILL:
-            now, loads = self._clock(), self._members.loads
-            source = loads.slots[plan.fetch.source.instance]
-            loads.fetch_times.observe(source, predicted_s, now - active.placed_at, now)
 
     def _carry_out(self, active: Active, actions: list[Action]) -> None:
         now = self._clock()
