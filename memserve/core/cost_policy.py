@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from memserve.core.cost_model import CostModel
 from memserve.core.loads import Bools, Counts, Loads, Seconds
@@ -74,6 +73,8 @@ class _Firsts(msgspec.Struct):
     """Its queue is one prompt, in its last step."""
     rest_s: Seconds
     """Of the step that it is in, as far as one can tell: no command is served meanwhile."""
+    swap_s: Seconds | None
+    """Of bringing to HBM what is in DRAM alone; None: nothing is, anywhere."""
     fetch_s: Seconds
     fetched: Counts
     """Tokens that will be there after a fetch; 0: it does not pay."""
@@ -125,7 +126,10 @@ class CostPolicy:
     def _firsts(self, demand: Demand, loads: Loads) -> _Firsts:
         cached = demand.found()
         queue_s = loads.queue_s(demand.now)
-        exec_s = self._exec_s(demand, cached)
+        swap_s = self._swap_s(demand) if demand.dram_tokens.any() else None
+        exec_s = self._exec_cached_s(demand.num_tokens, cached)
+        if swap_s is not None:
+            exec_s = np.minimum(exec_s + swap_s, self._exec_in_hbm_s(demand, cached))
         chunk_s = self._chunk_s()
         num_decoding = loads.num_requests - loads.num_prefills
         decode_s = np.where(num_decoding > 0, loads.step_s, 0.0)
@@ -142,16 +146,15 @@ class CostPolicy:
             decode_s=decode_s,
             is_last=is_last,
             rest_s=rest_s + decode_s / 2,
+            swap_s=swap_s,
             fetch_s=np.zeros(count),
             fetched=np.zeros(count, np.int64),
             source=np.zeros(count, np.int64),
         )
         if demand.may_fetch:
             usable = np.where(loads.can_send, demand.reusable(), 0)
-            in_dram = demand.dram_tokens if demand.dram_tokens.any() else None
-            for source in self._sources(usable, in_dram, loads):
-                num_tokens = int(usable[source])
-                num_dram = int(in_dram[source]) if in_dram is not None else 0
+            for source in self._sources(usable, demand, loads):
+                num_tokens, num_dram = int(usable[source]), int(demand.dram_tokens[source])
                 self._consider(firsts, source, num_tokens, num_dram, demand, loads)
                 if 0 < num_dram < num_tokens:
                     self._consider(firsts, source, num_tokens - num_dram, 0, demand, loads)
@@ -161,16 +164,14 @@ class CostPolicy:
         """The longest step of a prompt's."""
         return self._cost.exec_s(self._chunk_tokens)
 
-    def _exec_s(self, demand: Demand, cached: Counts) -> Seconds:
-        """exec(x, y); with KV in DRAM, swapping it in or computing it, whichever is less."""
-        exec_s = self._exec_cached_s(demand.num_tokens, cached)
-        for slot in demand.dram_tokens.nonzero()[0].tolist():
-            in_dram = int(demand.dram_tokens[slot])
-            swap_s = self._cost.swap_in_s(in_dram * self._token_bytes)
-            in_hbm = max(int(cached[slot]) - in_dram, 0)
-            computed_s = self._cost.exec_s(demand.num_tokens, in_hbm)
-            exec_s[slot] = min(exec_s[slot] + swap_s, computed_s)
-        return exec_s
+    def _swap_s(self, demand: Demand) -> Seconds:
+        sizes = (demand.dram_tokens.astype(np.int64) * self._token_bytes).tolist()
+        return np.array([self._cost.swap_in_s(size_bytes) for size_bytes in sizes])
+
+    def _exec_in_hbm_s(self, demand: Demand, cached: Counts) -> Seconds:
+        """exec(x, y) of those who leave in DRAM what is there."""
+        in_hbm = np.maximum(cached - demand.dram_tokens, 0)
+        return self._exec_cached_s(demand.num_tokens, in_hbm)
 
     def _exec_cached_s(self, num_tokens: int, cached: Counts) -> Seconds:
         """As `CostModel.exec_many`; for few instances a dictionary is the faster way."""
@@ -185,17 +186,15 @@ class CostPolicy:
             costs.append(seconds)
         return np.array(costs)
 
-    def _sources(
-        self, usable: Counts, in_dram: npt.NDArray[np.int32] | None, loads: Loads
-    ) -> list[int]:
+    def _sources(self, usable: Counts, demand: Demand, loads: Loads) -> list[int]:
         """Who holds most (of those, who has least to move before), and an idler one if that is
         busy."""
         most = int(usable[usable.argmax()])
         if most == 0:
             return []
         before = loads.sending_bytes
-        if in_dram is not None:
-            before = before + in_dram.astype(np.int64) * self._token_bytes
+        if demand.dram_tokens[usable == most].any():
+            before = before + demand.dram_tokens * np.int64(self._token_bytes)
         best = _argmin(np.where(usable == most, before, _MOST))
         if not before[best]:
             return [best]
@@ -224,8 +223,9 @@ class CostPolicy:
         if step_s:
             turns = size_bytes // _PORTION_BYTES if self._is_in_turn else 1
             fetch_s = fetch_s + turns * step_s
-        if num_dram:  # copied in between two steps
-            fetch_s = fetch_s + self._cost.swap_in_s(num_dram * self._token_bytes) + step_s
+        if firsts.swap_s is not None:  # both bring theirs first, between two steps
+            fetch_s = fetch_s + firsts.swap_s
+            fetch_s = fetch_s + (float(firsts.swap_s[source]) + step_s if num_dram else 0.0)
         if late_s := loads.fetch_times.late_s(source, demand.now):
             fetch_s = np.maximum(fetch_s + late_s, size_bytes / self._link.bytes_per_s)
         exec_s = self._cost.exec_s(demand.num_tokens, num_tokens)

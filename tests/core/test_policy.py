@@ -245,6 +245,16 @@ def test_what_the_source_holds_in_dram_is_fetched_at_the_cost_of_bringing_it() -
     assert terms(placement, "P1")["fetch_s"] == pytest.approx(expected_s, abs=2e-6)
 
 
+def test_what_the_receiver_has_in_dram_is_brought_and_does_not_travel() -> None:
+    cluster = Cluster("P0", "P1", "D0")
+    cluster.close("P0")
+    in_hbm = cluster.place(cached={"P0": 992, "P1": 512})
+    placement = cluster.place(cached={"P0": 992, "P1": 512}, dram={"P1": 512})
+    swap_s = cluster.cost.swap_in_s(cluster.cost.kv_bytes(512))
+    expected_s = terms(in_hbm, "P1")["fetch_s"] + swap_s
+    assert terms(placement, "P1")["fetch_s"] == pytest.approx(expected_s, abs=2e-6)
+
+
 def test_where_dram_is_slow_only_the_part_in_hbm_is_fetched() -> None:
     links = {**BUILT_IN.links, "dram": LinkFit(99.0, 1.0)}
     cluster = Cluster("P0", "P1", "D0", profile=msgspec.structs.replace(SMALL_STEPS, links=links))
