@@ -69,7 +69,7 @@ class Placer:
     ) -> None:
         self._policy = make_policy(settings.policy, settings.split, cost, settings.link)
         self._split = settings.split
-        self._link = settings.link
+        self._reservation_s = settings.reservation_s
         self._fetching = settings.fetching
         self._caching = settings.caching
         self._cost = cost
@@ -135,11 +135,10 @@ class Placer:
         """P waits for what it fetches as long as for computing it, and the predicted time beside.
 
         So a source that hangs, or began a long step meanwhile, costs at most about twice the time.
+        What nobody predicted is waited for as for any reservation.
         """
-        size_bytes = self._cost.kv_bytes(choice.num_tokens)
-        predicted_s = choice.predicted_s
-        if predicted_s is None:
-            predicted_s = self._cost.transfer_s(size_bytes, self._link)
-        computing_s = self._cost.exec_s(choice.num_tokens)
-        deadline_s = _PATIENCE_S + _PATIENCE * predicted_s + computing_s
+        deadline_s = self._reservation_s
+        if choice.predicted_s is not None:
+            computing_s = self._cost.exec_s(choice.num_tokens)
+            deadline_s = _PATIENCE_S + _PATIENCE * choice.predicted_s + computing_s
         return Fetch(self._members.seat(choice.source), choice.num_tokens, deadline_s)

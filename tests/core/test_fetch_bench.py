@@ -85,10 +85,11 @@ def case(fetch_s: list[float], recompute_s: list[float], choices: str) -> Case:
 def test_every_decision_counts_against_the_faster_way() -> None:
     clear = case([1.0, 1.1, 0.9], [2.0, 2.1, 1.9], "ffrfff")
     assert clear.faster == "fetch" and clear.num_right == 5
-    assert clear.loss("recompute") == pytest.approx(1.0) and clear.loss("fetch") == 0.0
+    assert clear.loss("recompute") == pytest.approx(1.95 / 0.95 - 1)
+    assert clear.loss("fetch") == 0.0
 
 
 def test_what_differs_by_less_than_its_spread_is_a_tie() -> None:
     close = case([1.0, 1.4, 0.6], [1.1, 1.5, 0.7], "rrrrrr")
     assert close.faster == "tie" and close.num_right == 6
-    assert close.loss("recompute") == pytest.approx(0.1)
+    assert close.loss("recompute") == pytest.approx(0.1 / 0.8)

@@ -35,6 +35,7 @@ def cluster() -> Iterator[Cluster]:
     settings = {
         "scheduler.policy": "round_robin",
         "scheduler.fetch": "always",
+        "transfer.reservation_s": 3.0,
         "cluster.max_restarts": 1000,
         "cluster.heartbeat_interval_s": 0.2,
     }
@@ -187,7 +188,7 @@ async def test_an_instance_dies_in_mid_fetch(
 async def test_a_hung_source_costs_a_request_its_fetch_and_no_more(
     held: HeldFetch, reference: Reference
 ) -> None:
-    """The source is stopped throughout, and its heartbeat's deadline is far away."""
+    """The source is stopped throughout. Its heartbeat's deadline is far away, the fetch's near."""
     client = held.client
     answer = await held.task
     steps = await client.steps(held.call_id)
