@@ -38,7 +38,9 @@ MAY_IMPORT: dict[str, str] = {
     "loras": "errors types",
     "models": "errors types",
     "profiles": "config core.builtin core.profile errors models",
-    "calibration": ("config core errors models profiles workers.environment workers.spec"),
+    "calibration": (
+        "config core engine_args errors models profiles workers.environment workers.spec"
+    ),
     # the orchestrator's parts
     "channel": "core errors messages types",
     "zygote_process": "errors types workers.spec",

@@ -30,15 +30,15 @@ from typing import Protocol
 import msgspec
 import torch
 
-from memserve.errors import StartError, TransferError
-from memserve.messages import PeerJoined
+from memserve.errors import TransferError
 from memserve.ops.blocks import BlockOps, CudaBlockOps, Method
-from memserve.ops.build import open_library
+from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.device_memory import DeviceMemory
-from memserve.ops.views import BlockView
+from memserve.ops.views import BlockView, Rows
 from memserve.types import BlockId, Geometry, TransferId
 from memserve.workers.gpu_memory import KIND, GpuBuffer, PeerGpuBuffer
-from memserve.workers.links.base import Completion, has_whole_blocks
+from memserve.workers.links.base import Completion, RankPeer, has_whole_blocks
+from memserve.workers.links.heads import rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,14 +77,16 @@ class IpcLink:
         *,
         ops: BlockOps,
         streams: Sequence[torch.cuda.Stream],
+        rows: tuple[Rows, Rows] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Takes over `target`, not `source`.
+        """Takes over `target`, not `source`. `rows`: the part of each page that goes; None: all.
 
         Raises: TransferError if a geometry exceeds its buffer (the caller keeps `target` then).
         """
-        self._source = BlockView.of(source_geometry, source)
-        self._view: BlockView | None = BlockView.of(target_geometry, target.tensor)
+        own_rows, peer_rows = rows or (None, None)
+        self._source = BlockView.of(source_geometry, source, own_rows)
+        self._view: BlockView | None = BlockView.of(target_geometry, target.tensor, peer_rows)
         self._target = target
         self._ops = ops
         self._streams = list(streams)
@@ -180,43 +182,48 @@ class IpcLink:
 def open_ipc(
     source: GpuBuffer,
     source_geometry: Geometry,
-    peer: PeerJoined,
+    peer: RankPeer,
     memory: DeviceMemory,
     device: torch.device,
+    library: BlockCopyLibrary,
 ) -> IpcLink:
     """Map the peer's buffer on `device`, this instance's GPU, and warm the way up.
 
-    Raises: TransferError (no such memory, no way there, no library to copy with).
+    Raises: TransferError (no such memory, no way there).
     """
-    address = peer.addresses.get(KIND)
-    if address is None:
-        offered = ", ".join(sorted(peer.addresses)) or "none"
-        raise TransferError(f"{peer.peer} has no GPU memory to write to; it offers: {offered}")
-    target = PeerGpuBuffer(memory, address)
+    rows = rows_of(source_geometry, peer)
+    target = PeerGpuBuffer(memory, peer.address)
     try:
         link = IpcLink(
             source.tensor,
             source_geometry,
             target,
             peer.geometry,
-            ops=ipc_ops(device, source_geometry, peer.geometry),
+            ops=ipc_ops(library, source_geometry, peer.geometry, rows),
+            rows=rows,
             streams=[torch.cuda.Stream(device) for _ in range(NUM_STREAMS)],
         )
         seconds = link.warm_up()
-    except (StartError, TransferError) as error:
+    except TransferError:
         target.close()
-        raise TransferError(str(error)) from error
+        raise
     logger.info("the way to %s was warm after %.3f s", peer.peer, seconds)
     return link
 
 
-def ipc_ops(device: torch.device, source: Geometry, target: Geometry) -> BlockOps:
+def ipc_ops(
+    library: BlockCopyLibrary,
+    source: Geometry,
+    target: Geometry,
+    rows: tuple[Rows, Rows] | None = None,
+) -> BlockOps:
     """Copy engines where blocks are long enough in one piece: they leave the SMs to the engine."""
-    major, minor = torch.cuda.get_device_capability(device)
     is_whole = has_whole_blocks(source) and has_whole_blocks(target)
     run_bytes = source.block_bytes if is_whole else source.page_bytes
+    if rows is not None:
+        run_bytes = rows[0].size_bytes
     method = Method.BATCH if run_bytes >= ENGINE_RUN_BYTES else Method.AUTO
-    return CudaBlockOps(open_library(f"sm_{major}{minor}"), method=method)
+    return CudaBlockOps(library, method=method)
 
 
 def _require_existing(view: BlockView, block_ids: Sequence[BlockId], side: str) -> None:

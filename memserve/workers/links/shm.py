@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from memserve.errors import TransferError
-from memserve.messages import PeerJoined
+from memserve.ops.views import Rows
 from memserve.types import BlockId, Geometry, TransferId
 from memserve.workers.kvbuffer import KvBuffer
-from memserve.workers.links.base import Completion, Piece, plan_pieces
+from memserve.workers.links.base import Completion, Piece, RankPeer, plan_pieces
+from memserve.workers.links.heads import rows_of
 
 KIND = "shm"
 """Key of the buffer's address in `Ready.addresses` and `PeerJoined.addresses`."""
@@ -43,10 +44,11 @@ class ShmLink:
         target: KvBuffer,
         target_geometry: Geometry,
         *,
+        rows: tuple[Rows, Rows] | None = None,
         poll_bytes: int = _POLL_BYTES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Takes over `target`, not `source`.
+        """Takes over `target`, not `source`. `rows`: the part of each page that goes; None: all.
 
         Raises: TransferError if a geometry exceeds its buffer (the caller keeps `target` then).
         """
@@ -56,6 +58,7 @@ class ShmLink:
         self._source_geometry = source_geometry
         self._target = target
         self._target_geometry = target_geometry
+        self._rows = rows
         self._poll_bytes = poll_bytes
         self._clock = clock
         self._jobs: deque[_Job] = deque()
@@ -73,7 +76,13 @@ class ShmLink:
         job = _Job(transfer_id, deque(), self._clock())
         try:
             job.pieces.extend(
-                plan_pieces(self._source_geometry, self._target_geometry, source_ids, target_ids)
+                plan_pieces(
+                    self._source_geometry,
+                    self._target_geometry,
+                    source_ids,
+                    target_ids,
+                    self._rows,
+                )
             )
         except TransferError as error:
             job.error = str(error)
@@ -121,15 +130,12 @@ class ShmLink:
         return written
 
 
-def open_shm(source: KvBuffer, source_geometry: Geometry, peer: PeerJoined) -> ShmLink:
+def open_shm(source: KvBuffer, source_geometry: Geometry, peer: RankPeer) -> ShmLink:
     """Map the peer's buffer. Raises: TransferError."""
-    address = peer.addresses.get(KIND)
-    if address is None:
-        offered = ", ".join(sorted(peer.addresses)) or "none"
-        raise TransferError(f"{peer.peer} has no shared memory to write to; it offers: {offered}")
-    target = KvBuffer.open(address)
+    rows = rows_of(source_geometry, peer)
+    target = KvBuffer.open(peer.address)
     try:
-        return ShmLink(source, source_geometry, target, peer.geometry)
+        return ShmLink(source, source_geometry, target, peer.geometry, rows=rows)
     except TransferError:
         target.close()
         raise
