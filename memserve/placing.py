@@ -109,12 +109,12 @@ class Placer:
         active.fetch_s = placement.fetch.predicted_s if placement.fetch is not None else None
         active.placed_at = now
         active.timeline.note("placed", now, placement.first, placement.reason)
-        plan = self._plan(placement)
+        plan = self._plan(placement, now)
         if not plan.first_is_private:
             pending.add(spec.id, placement.first, path)
         return plan
 
-    def _plan(self, placement: Placement) -> Plan:
+    def _plan(self, placement: Placement, now: float) -> Plan:
         caching = self._caching
         decode = placement.decode
         keeps = (
@@ -128,17 +128,22 @@ class Placer:
             first_is_private=not keeps,
             decode_is_private=not caching.decode_keeps,
             returns=decode is not None and caching.decode_returns,
-            fetch=self._fetch(placement.fetch) if placement.fetch is not None and keeps else None,
+            fetch=self._fetch(placement, placement.fetch, now) if keeps else None,
         )
 
-    def _fetch(self, choice: FetchChoice) -> Fetch:
+    def _fetch(self, placement: Placement, choice: FetchChoice | None, now: float) -> Fetch | None:
         """P waits for what it fetches as long as for computing it, and the predicted time beside.
 
-        So a source that hangs, or began a long step meanwhile, costs at most about twice the time.
-        What nobody predicted is waited for as for any reservation.
+        So a source that hangs, or began a long step meanwhile, costs at most about twice the time;
+        while others are before it in P's queue, it costs nothing. What nobody predicted is waited
+        for as for any reservation.
         """
+        if choice is None:
+            return None
         deadline_s = self._reservation_s
         if choice.predicted_s is not None:
+            loads = self._members.loads
+            queue_s = float(loads.queue_s(now)[loads.slots[placement.first]])
             computing_s = self._cost.exec_s(choice.num_tokens)
-            deadline_s = _PATIENCE_S + _PATIENCE * choice.predicted_s + computing_s
+            deadline_s = queue_s + computing_s + _PATIENCE * choice.predicted_s + _PATIENCE_S
         return Fetch(self._members.seat(choice.source), choice.num_tokens, deadline_s)

@@ -69,12 +69,13 @@ class Rig:
         """Which serve nothing, and say nothing."""
         self.sent: list[tuple[Seat, AnyCommand]] = []
         self.roles = {InstanceId(name): role for name, role in roles.items()}
+        self.cost = CostModel(built_in(shape, "cpu"))
         self.scheduler = GlobalScheduler(
             msgspec.structs.replace(SETTINGS, **settings),
             self.roles,
             self._send,
             lambda: self.now,
-            CostModel(built_in(shape, "cpu")),
+            self.cost,
         )
         self.scheduler.attach(self)
         self.scheduler.configure(BLOCK_SIZE)

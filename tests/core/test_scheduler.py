@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memserve.core.policy import Fetching
 from memserve.core.vocabulary import Seat
 from memserve.errors import OverloadedError, UnavailableError
-from memserve.messages import CacheChanged, SendSnapshot, Transmit
+from memserve.messages import Allocate, CacheChanged, SendSnapshot, Transmit
 from memserve.types import InstanceId, RequestId, Role
 from tests.core.scheduler_rig import SHAPE, Rig
 
@@ -254,6 +254,8 @@ def test_what_a_fetch_really_took_counts_for_the_next_one() -> None:
     rig.run()
     assert transmits(rig) == ["PD0"] and "fetches" not in rig.ended
     before = fetch_s(rig, "fetches")
+    patience_s = rig.cost.exec_s(400) + 2 * before + 0.1
+    assert deadline_s(rig, "fetches") == pytest.approx(patience_s, abs=1e-5)
     rig.now += before + 0.01
     rig.hanging.clear()
     rig.run()
@@ -261,6 +263,12 @@ def test_what_a_fetch_really_took_counts_for_the_next_one() -> None:
     assert rig.scheduler._members.loads.fetch_times.late_s(0, rig.now) == pytest.approx(
         0.2 * 0.01, rel=1e-4
     )
+
+
+def deadline_s(rig: Rig, name: str) -> float:
+    """What its fetch was given."""
+    (command,) = [c for _, c in rig.sent if isinstance(c, Allocate) and c.request_id == name]
+    return command.deadline_s
 
 
 def fetch_s(rig: Rig, name: str) -> float:
