@@ -297,9 +297,12 @@ class CostPolicy:
             if decode is None:
                 terms["load_s"] = round(load_s.item(slot), 6)
             if fetched := firsts.fetched.item(slot):
-                terms["fetch_from"] = names[firsts.source.item(slot)]
+                source = firsts.source.item(slot)
+                terms["fetch_from"] = names[source]
                 terms["fetch_tokens"] = fetched
                 terms["fetch_s"] = round(firsts.fetch_s.item(slot), 6)
+                if late_s := loads.fetch_times.late_s(source, demand.now):
+                    terms["fetch_late_s"] = round(late_s, 6)  # in the fetch's seconds
             candidates.append(terms)
         generating = can.decode & ~can.whole
         for slot in _best(load_s, generating, decode) if generating.any() else ():
