@@ -215,12 +215,15 @@ class Orchestrator:
         )
         num_threads = profiles.num_threads(config)
         environment = dict(os.environ)
+        device = device_in_force(config)
         set_engine_environment(
-            environment, num_threads=num_threads, log_level=config.server.log_level
+            environment,
+            num_threads=num_threads,
+            log_level=config.server.log_level,
+            compiles=device != "cpu" or not engine_settings(config).get("enforce_eager"),
         )
 
         plan, visible, tp_of = gpu_plan(config), visible_gpus(), tp_in_force(config)
-        device = device_in_force(config)
 
         def make_spec(instance: InstanceId, role: Role, epoch: int) -> WorkerSpec:
             own = plan.visible_order(instance) if plan is not None else ()

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memserve.core.cost_model import CostModel
+from memserve.core.fetch_times import FetchTimes
 from memserve.types import InstanceId, Role
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -68,6 +69,9 @@ class Loads:
         """Of that: room that holds nothing."""
         self.sending_bytes: Counts = np.zeros(count, np.int64)
         self.receiving_bytes: Counts = np.zeros(count, np.int64)
+        self.num_silent: Counts = np.zeros(count, np.int64)
+        """Transfers that it was told to give up, and has not: it may hang."""
+        self.fetch_times = FetchTimes(count)
         self.step_s: Seconds = np.zeros(count)
         """Of a decode step with the requests that it has."""
         self.next_step_s: Seconds = np.zeros(count)
@@ -83,6 +87,7 @@ class Loads:
         """A new life: ready and open, with nothing to do."""
         slot = self.slots[instance]
         self.end(instance)
+        self.fetch_times.forget(slot)
         self.is_ready[slot] = self.is_open[slot] = True
 
     def end(self, instance: InstanceId) -> None:
@@ -141,7 +146,17 @@ class Loads:
         self.sending_bytes[self.slots[source]] += size_bytes
         self.receiving_bytes[self.slots[target]] += size_bytes
 
+    def add_silent(self, source: InstanceId, count: int) -> None:
+        """It owes so many answers more (negative: it has given them, or is lost)."""
+        self.num_silent[self.slots[source]] += count
+
     # ── what is read ──────────────────────────────────────────────────────────────────────────
+
+    @property
+    def can_send(self) -> Bools:
+        """[instances] Whom to fetch from: those who answer. Being full is no reason against it."""
+        is_able: Bools = self.is_ready & (self.num_silent == 0)
+        return is_able
 
     def queue_s(self, now: float) -> Seconds:
         """[instances] Until the prompts placed there are computed. Does not mutate.
@@ -161,5 +176,6 @@ class Loads:
         for counts in (self.queued_tokens, self.context_tokens):
             assert (counts >= 0).all() and not counts[self.num_requests == 0].any()
         assert (self.sending_bytes >= 0).all() and (self.receiving_bytes >= 0).all()
+        assert (self.num_silent >= 0).all()
         assert self.sending_bytes.sum() == self.receiving_bytes.sum()
         assert not self._prefill_s[self.num_prefills == 0].any()
