@@ -169,8 +169,10 @@ def _allow_block_first_on_cpu() -> None:
 
 
 def _let_ranks_sleep() -> None:
-    """Have ranks on the CPU add up their results by torch's own means, and not by spinning on shared
-    memory: that takes a core for each, and with fewer every sum waits for the others' time slices.
+    """Have ranks on the CPU add up their results by torch's own means.
+
+    vLLM's spin on shared memory, which takes a core for each: with fewer, every sum waits for
+    the others' time slices.
     """
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
