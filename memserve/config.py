@@ -115,6 +115,8 @@ class TransferConfig(msgspec.Struct, frozen=True):
     reservation_s: Seconds = 30.0
     link: Literal["auto", "shm", "ipc"] = "auto"
     """auto: the fastest that both ends have."""
+    style: Literal["request", "discrete", "chunk", "layer"] = "request"
+    """See `types.TransferStyle`."""
 
 
 class ModelsConfig(msgspec.Struct, frozen=True):
@@ -415,6 +417,12 @@ def _settle(config: Config, origins: dict[str, str]) -> Settings:
             "transfer.link",
             f"{config.transfer.link!r} does not reach the memory of device {device}",
             f"auto, {LINK_OF[device]}",
+        )
+    if config.transfer.style == "layer" and (cluster.tp or 1) > 1:
+        raise ConfigError(
+            "transfer.style",
+            f"'layer' sends from inside the engine's step, which has {cluster.tp} processes",
+            "request, discrete, chunk, or cluster.tp=1",
         )
     if not config.models.served_name:
         origins["models.served_name"] = f"by models.model, {origins['models.model']}"

@@ -55,7 +55,7 @@ from memserve.scheduler import GlobalScheduler
 from memserve.scheduler_settings import scheduler_settings
 from memserve.status import AuditReport, Snapshot
 from memserve.tui import live_view
-from memserve.types import InstanceId, Lora, RequestId, Role
+from memserve.types import InstanceId, Lora, RequestId, Role, TransferStyle
 from memserve.workers.environment import set_engine_environment
 from memserve.workers.spec import WorkerSpec
 
@@ -241,6 +241,7 @@ class Orchestrator:
                 visible_gpus=tuple(visible[gpu] for gpu in own),
                 gpu_lock=str(run_dir / f"gpu-{own[0]}.lock") if must_measure else "",
                 link=config.transfer.link,
+                style=TransferStyle(config.transfer.style),
             )
 
         if plan is not None:

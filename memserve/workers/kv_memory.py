@@ -14,7 +14,7 @@ import torch
 from memserve.errors import StartError
 from memserve.messages import PeerJoined
 from memserve.ops.device_memory import CudaDeviceMemory, DeviceMemory
-from memserve.types import Geometry
+from memserve.types import Geometry, TransferStyle
 from memserve.workers import gpu_memory
 from memserve.workers.gpu_memory import GpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
@@ -43,7 +43,7 @@ class KvMemory(Protocol):
         """Kind of link → where peers find the buffer."""
         ...
 
-    def openers(self, geometry: Geometry) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
         """Kind of link → how to open one to a peer; fastest first."""
         ...
 
@@ -71,11 +71,12 @@ class HostKvMemory:
     def addresses(self) -> dict[str, str]:
         return {} if self._buffer is None else {shm.KIND: self._buffer.address}
 
-    def openers(self, geometry: Geometry) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
         buffer = self._buffer
         if buffer is None:
             return {}
-        return {shm.KIND: lambda peer: open_shm(buffer, geometry, peer)}
+        is_discrete = style is TransferStyle.DISCRETE
+        return {shm.KIND: lambda peer: open_shm(buffer, geometry, peer, is_discrete=is_discrete)}
 
     def close(self) -> None:
         if self._buffer is not None:
@@ -105,12 +106,14 @@ class GpuKvMemory:
     def addresses(self) -> dict[str, str]:
         return {} if self._buffer is None else {gpu_memory.KIND: self._buffer.address}
 
-    def openers(self, geometry: Geometry) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
         buffer, memory = self._buffer, self._memory
         if buffer is None or memory is None:
             return {}
         return {
-            gpu_memory.KIND: lambda peer: open_ipc(buffer, geometry, peer, memory, self._device)
+            gpu_memory.KIND: lambda peer: open_ipc(
+                buffer, geometry, peer, memory, self._device, style
+            )
         }
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -113,6 +113,7 @@ class Worker:
             kv_bytes=spec.kv_bytes,
             layout=spec.layout,
             host=host,
+            style=spec.style,
         )
         configured_at = time.monotonic()
         with _turn_on_gpu(spec.gpu_lock):
@@ -134,10 +135,11 @@ class Worker:
         self._transfers = Transfers(
             mempool,
             geometry,
-            LinkChoice(self._memory.openers(geometry), spec.link),
+            LinkChoice(self._memory.openers(geometry, spec.style), spec.link),
             spec.instance,
             spec.epoch,
             reports.send,
+            spec.style,
         )
         self._swaps = self._make_swaps(spec, geometry, mempool)
         self.loop = EngineLoop(
@@ -207,6 +209,7 @@ class _Host:
         self._memory = memory
         self.loop: EngineLoop | None = None
         self.geometry: Geometry | None = None
+        self._layers: dict[str, int] = {}
         self.asked_for_memory_at = time.monotonic()
 
     def kv_cache_memory(self) -> AbstractContextManager[None] | None:
@@ -215,6 +218,7 @@ class _Host:
 
     def on_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_size: int) -> None:
         self.geometry = geometry_of(self._model, block_size, kv_caches)
+        self._layers = {name: layer for layer, name in enumerate(kv_caches)}
         buffer = self._memory.tensor
         memory = next(iter(kv_caches.values())).untyped_storage()
         if buffer is None or memory.data_ptr() != buffer.data_ptr():
@@ -223,6 +227,14 @@ class _Host:
     def on_scheduled(self, request_id: str, cached_tokens: int) -> None:
         if self.loop is not None:
             self.loop.on_scheduled(request_id, cached_tokens)
+
+    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+        if self.loop is not None:
+            self.loop.on_step(num_scheduled)
+
+    def on_layer(self, layer_name: str) -> None:
+        if self.loop is not None and layer_name in self._layers:
+            self.loop.on_layer(self._layers[layer_name])
 
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         if self.loop is not None:

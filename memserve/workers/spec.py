@@ -16,7 +16,7 @@ import msgspec
 
 from memserve.core.cost_model import BUILT_IN, Profile
 from memserve.errors import ProtocolError
-from memserve.types import InstanceId, Lora, Role
+from memserve.types import InstanceId, Lora, Role, TransferStyle
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +58,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A file that instances which share a GPU lock while they measure it; empty: not needed."""
     link: str = "auto"
     """The kind of link to use, or auto."""
+    style: TransferStyle = TransferStyle.REQUEST
 
 
 class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):

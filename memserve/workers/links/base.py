@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -67,6 +67,25 @@ class Link(Protocol):
         ...
 
 
+@runtime_checkable
+class LayerLink(Link, Protocol):
+    """A link that can send a block's layers one by one, as they are computed."""
+
+    def send_layer(
+        self,
+        transfer_id: TransferId,
+        layer: int,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        """As `send`, for the pages of one layer, which are read as the work queued so far on the
+        device leaves them.
+
+        May be called once for each layer under the same id: each call has its own completion.
+        """
+        ...
+
+
 class LinkOpener(Protocol):
     """Opens and warms up the link to a peer that has joined."""
 
@@ -112,11 +131,15 @@ def plan_pieces(
     target: Geometry,
     source_ids: Sequence[BlockId],
     target_ids: Sequence[BlockId],
+    *,
+    is_discrete: bool = False,
+    layer: int | None = None,
 ) -> list[Piece]:
     """The fewest contiguous pieces that make up these blocks; pure.
 
     Aggregated blocks give one piece per run of neighbouring blocks. If the pages of a block lie
-    apart on either side, each of the L layers gives its own pieces.
+    apart on either side, each of the L layers gives its own pieces. `is_discrete`: every page is a
+    piece of its own, however it lies. `layer`: the pages of that one layer only.
     Raises: TransferError for block ids that do not exist or do not pair up.
     """
     if len(source_ids) != len(target_ids):
@@ -124,13 +147,14 @@ def plan_pieces(
     _require_existing(source, source_ids, "source")
     _require_existing(target, target_ids, "target")
     runs = _runs(source_ids, target_ids)
-    if has_whole_blocks(source) and has_whole_blocks(target):
+    layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
+    if layer is not None:
+        layers = [layers[layer]]
+    elif not is_discrete and has_whole_blocks(source) and has_whole_blocks(target):
         layers = [(source.layer_offsets[0], target.layer_offsets[0], source.block_bytes)]
-    else:
-        layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
     pieces: list[Piece] = []
     for source_offset, target_offset, size in layers:
-        if not source.block_stride == target.block_stride == size:
+        if is_discrete or not source.block_stride == target.block_stride == size:
             runs = _single(runs)
         pieces += (
             (

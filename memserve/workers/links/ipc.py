@@ -36,7 +36,7 @@ from memserve.ops.blocks import BlockOps, CudaBlockOps, Method
 from memserve.ops.build import open_library
 from memserve.ops.device_memory import DeviceMemory
 from memserve.ops.views import BlockView
-from memserve.types import BlockId, Geometry, TransferId
+from memserve.types import BlockId, Geometry, TransferId, TransferStyle
 from memserve.workers.gpu_memory import KIND, GpuBuffer, PeerGpuBuffer
 from memserve.workers.links.base import Completion, has_whole_blocks
 
@@ -77,14 +77,22 @@ class IpcLink:
         *,
         ops: BlockOps,
         streams: Sequence[torch.cuda.Stream],
+        compute_stream: Callable[[], torch.cuda.Stream] = torch.cuda.current_stream,
+        is_discrete: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Takes over `target`, not `source`.
 
-        Raises: TransferError if a geometry exceeds its buffer (the caller keeps `target` then).
+        `compute_stream`: the engine's, for `send_layer`. `is_discrete`: `ops` gets the layers one
+        by one. Raises: TransferError if a geometry exceeds its buffer (the caller keeps `target`
+        then).
         """
         self._source = BlockView.of(source_geometry, source)
         self._view: BlockView | None = BlockView.of(target_geometry, target.tensor)
+        self._source_layers = _layers(source_geometry, source)
+        self._target_layers = _layers(target_geometry, target.tensor)
+        self._compute_stream = compute_stream
+        self._is_discrete = is_discrete
         self._target = target
         self._ops = ops
         self._streams = list(streams)
@@ -120,6 +128,26 @@ class IpcLink:
         except TransferError as error:
             job.error = str(error)
 
+    def send_layer(
+        self,
+        transfer_id: TransferId,
+        layer: int,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        """Behind what the engine has queued so far: the layer's kernels write the KV."""
+        job = _Job(transfer_id, self._clock())
+        self._jobs.append(job)
+        stream = self._streams[layer % len(self._streams)]
+        try:
+            _require_pairs(source_ids, target_ids)
+            self._open_view()
+            stream.wait_stream(self._compute_stream())
+            views = [(self._source_layers[layer], self._target_layers[layer])]
+            self._copy(job, views, source_ids, target_ids, stream)
+        except TransferError as error:
+            job.error = str(error)
+
     def poll(self) -> list[Completion]:
         """Whatever the GPU has finished, in any order."""
         done = [job for job in self._jobs if all(event.query() for event in job.events)]
@@ -141,6 +169,7 @@ class IpcLink:
             for event in job.events:
                 event.synchronize()
         self._view = None
+        self._target_layers = []
         try:
             self._target.close()
         except TransferError as error:  # its owner is gone, and there is nothing left to end
@@ -150,22 +179,35 @@ class IpcLink:
         self, job: _Job, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]
     ) -> None:
         """Divide the blocks among the streams, each a run of neighbours in the request."""
-        if len(source_ids) != len(target_ids):
-            raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
+        _require_pairs(source_ids, target_ids)
         target = self._open_view()
         _require_existing(self._source, source_ids, "source")
         _require_existing(target, target_ids, "target")
+        views = [(self._source, target)]
+        if self._is_discrete:
+            views = list(zip(self._source_layers, self._target_layers, strict=True))
         step = -(-len(source_ids) // len(self._streams))
         for part, stream in enumerate(self._streams):
             chosen = slice(part * step, (part + 1) * step)
             if not source_ids[chosen]:
                 break
-            try:
+            self._copy(job, views, source_ids[chosen], target_ids[chosen], stream)
+
+    def _copy(
+        self,
+        job: _Job,
+        views: Sequence[tuple[BlockView, BlockView]],
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        try:
+            for source, target in views:
                 job.size_bytes += self._ops.copy_blocks(
-                    self._source, target, source_ids[chosen], target_ids[chosen], stream=stream
+                    source, target, source_ids, target_ids, stream=stream
                 )
-            finally:  # a part may have been queued before a fault
-                job.events.append(stream.record_event())
+        finally:  # a part may have been queued before a fault
+            job.events.append(stream.record_event())
 
     def _open_view(self) -> BlockView:
         if self._view is None:
@@ -183,6 +225,7 @@ def open_ipc(
     peer: PeerJoined,
     memory: DeviceMemory,
     device: torch.device,
+    style: TransferStyle = TransferStyle.REQUEST,
 ) -> IpcLink:
     """Map the peer's buffer on `device`, this instance's GPU, and warm the way up.
 
@@ -199,8 +242,10 @@ def open_ipc(
             source_geometry,
             target,
             peer.geometry,
-            ops=ipc_ops(device, source_geometry, peer.geometry),
+            ops=ipc_ops(device, source_geometry, peer.geometry, style),
             streams=[torch.cuda.Stream(device) for _ in range(NUM_STREAMS)],
+            compute_stream=lambda: torch.cuda.current_stream(device),
+            is_discrete=style is TransferStyle.DISCRETE,
         )
         seconds = link.warm_up()
     except (StartError, TransferError) as error:
@@ -210,13 +255,35 @@ def open_ipc(
     return link
 
 
-def ipc_ops(device: torch.device, source: Geometry, target: Geometry) -> BlockOps:
+def ipc_ops(
+    device: torch.device,
+    source: Geometry,
+    target: Geometry,
+    style: TransferStyle = TransferStyle.REQUEST,
+) -> BlockOps:
     """Copy engines where blocks are long enough in one piece: they leave the SMs to the engine."""
     major, minor = torch.cuda.get_device_capability(device)
     is_whole = has_whole_blocks(source) and has_whole_blocks(target)
-    run_bytes = source.block_bytes if is_whole else source.page_bytes
+    run_bytes = source.page_bytes
+    if is_whole and style is not TransferStyle.LAYER:
+        run_bytes = source.block_bytes
     method = Method.BATCH if run_bytes >= ENGINE_RUN_BYTES else Method.AUTO
+    if style is TransferStyle.DISCRETE:
+        method = Method.COPIES
     return CudaBlockOps(open_library(f"sm_{major}{minor}"), method=method)
+
+
+def _layers(geometry: Geometry, memory: torch.Tensor) -> list[BlockView]:
+    """A view of each layer alone."""
+    return [
+        BlockView.of(msgspec.structs.replace(geometry, layer_offsets=(offset,)), memory)
+        for offset in geometry.layer_offsets
+    ]
+
+
+def _require_pairs(source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]) -> None:
+    if len(source_ids) != len(target_ids):
+        raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
 
 
 def _require_existing(view: BlockView, block_ids: Sequence[BlockId], side: str) -> None:
