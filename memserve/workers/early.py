@@ -17,11 +17,14 @@ Collaborators: `engine_loop.py` calls between and inside steps, `sending.py` kee
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 from memserve.types import RequestId, TransferId, TransferStyle
 from memserve.workers.compat import Engine
 from memserve.workers.transfer import Transfers
+
+logger = logging.getLogger(__name__)
 
 
 class EarlySends:
@@ -80,6 +83,8 @@ class EarlySends:
     def after_step(self) -> None:
         """All of the step's work is done, or queued."""
         if self._open:
+            if not self._sent_layers:
+                logger.warning("the engine told of no layer: all were sent after the step")
             for layer in range(self._num_layers):
                 self.on_layer(layer)
             self._open.clear()

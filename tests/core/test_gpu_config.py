@@ -254,6 +254,7 @@ def test_refused(
             "transfer.link=shm",
             "'shm' does not reach the memory of device cuda.*auto, ipc",
         ),
+        (2, "cuda", "transfer.style=layers", "style.*request, discrete, chunk"),
         (0, "cpu", "transfer.link=ipc", "'ipc' does not reach the memory of device cpu.*auto, shm"),
     ],
 )
