@@ -72,10 +72,11 @@ def check_link() -> dict[str, Scalar]:
     """Blocks into another process's memory on the same GPU, and what a kill leaves."""
     import torch
 
-    from memserve.messages import PeerJoined
+    from memserve.ops.blocks import library_for
     from memserve.ops.device_memory import CudaDeviceMemory
     from memserve.types import BlockId, InstanceId, TransferId
     from memserve.workers.gpu_memory import GpuBuffer
+    from memserve.workers.links.base import RankPeer
     from memserve.workers.links.ipc import open_ipc
 
     shape = link_geometry()
@@ -100,15 +101,9 @@ def check_link() -> dict[str, Scalar]:
         return answer
 
     try:
-        peer = PeerJoined(
-            epoch=1,
-            peer=InstanceId("D0"),
-            peer_epoch=1,
-            geometry=shape,
-            addresses={"ipc": ask()},
-        )
+        peer = RankPeer(InstanceId("D0"), 1, shape, ask())
         started = time.perf_counter()
-        link = open_ipc(source, shape, peer, memory, device)
+        link = open_ipc(source, shape, peer, memory, device, library_for(device))
         open_s = time.perf_counter() - started
         rng = random.Random(1)
         times, wrong = [], []

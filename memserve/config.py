@@ -23,10 +23,10 @@ import msgspec
 
 from memserve import config_layers, engine_args
 from memserve.config_layers import Layered
-from memserve.core.gpu_plan import GpuPlan, plan_gpus
+from memserve.core.gpu_plan import BY_ROLE, GpuPlan, describe_tp, parse_tp, plan_gpus
 from memserve.core.mode import Mode, parse_mode
 from memserve.errors import ConfigError
-from memserve.types import Caching
+from memserve.types import Caching, InstanceId, Role
 
 _MAX_S = 604_800
 
@@ -41,6 +41,9 @@ Port: TypeAlias = Annotated[
 ]
 AtLeast1: TypeAlias = Annotated[int, msgspec.Meta(ge=1, description="an integer above 0")]
 AtLeast0: TypeAlias = Annotated[int, msgspec.Meta(ge=0, description="an integer, 0 or more")]
+ByRole: TypeAlias = Annotated[
+    str, msgspec.Meta(pattern=BY_ROLE, description="one for each role, as in P=2,D=1")
+]
 Gigabytes: TypeAlias = Annotated[
     float, msgspec.Meta(ge=0, le=1 << 20, description="a number of GiB, 0 for none")
 ]
@@ -69,7 +72,8 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     """None: by the mode's suffix."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpus: AtLeast1 | None = None
-    tp: AtLeast1 | None = None
+    tp: AtLeast1 | ByRole | None = None
+    """Ranks of an instance. None: 1 on the CPU, and on GPUs as many as fit."""
     start_timeout_s: Seconds = 300.0
     heartbeat_interval_s: Seconds = 1.0
     heartbeat_timeout_s: Seconds = 60.0
@@ -210,8 +214,6 @@ def _require_no_gpus(config: Config, built_for: str | None) -> None:
     if cluster.gpus is not None:
         allowed = "leave it out, to serve on the CPU"
         raise ConfigError("cluster.gpus", f"{cluster.gpus} asked for, but {why}", allowed)
-    if cluster.tp is not None and cluster.tp > 1:
-        raise ConfigError("cluster.tp", f"{cluster.tp} asked for, but {why}", "1")
     if built_for == "cuda":
         asked = "'cpu' asked for" if cluster.device == "cpu" else "no GPU is visible here"
         raise ConfigError(
@@ -226,7 +228,7 @@ def gpu_plan(config: Config) -> GpuPlan | None:
     if device_in_force(config) == "cpu":
         return None
     cluster, num_visible = config.cluster, engine_args.count_gpus()
-    instances = [instance for instance, _ in mode_in_force(config).instances()]
+    instances, tp_of = mode_in_force(config).instances(), _asked_tp(config)
     if cluster.gpus is not None and cluster.gpus > num_visible:
         allowed = "1" if num_visible == 1 else f"1 to {num_visible}"
         raise ConfigError(
@@ -234,10 +236,26 @@ def gpu_plan(config: Config) -> GpuPlan | None:
             f"{cluster.gpus} asked for, but {num_visible} {_are(num_visible)} visible here",
             allowed,
         )
-    needed = len(instances) * (cluster.tp or 1)
-    plan = plan_gpus(instances, cluster.gpus or min(num_visible, needed), cluster.tp)
+    needed = sum(1 if tp_of is None else tp_of[role] for _, role in instances)
+    plan = plan_gpus(instances, cluster.gpus or min(num_visible, needed), tp_of)
     _require_room(config, plan)
     return plan
+
+
+def _asked_tp(config: Config) -> dict[Role, int] | None:
+    roles = dict.fromkeys(role for _, role in mode_in_force(config).instances())
+    return None if config.cluster.tp is None else parse_tp(config.cluster.tp, list(roles))
+
+
+def tp_in_force(config: Config) -> dict[InstanceId, int]:
+    """Ranks of each instance. Raises: ConfigError."""
+    if (plan := gpu_plan(config)) is not None:
+        return {instance: len(gpus) for instance, gpus in plan.gpus_of.items()}
+    tp_of = _asked_tp(config)
+    return {
+        instance: 1 if tp_of is None else tp_of[role]
+        for instance, role in mode_in_force(config).instances()
+    }
 
 
 def _require_room(config: Config, plan: GpuPlan) -> None:
@@ -411,19 +429,23 @@ def _settle(config: Config, origins: dict[str, str]) -> Settings:
         origins["cluster.caching"] = f"by cluster.mode, {origins['cluster.mode']}"
     if mempool.hbm_mb is None:
         origins["mempool.hbm_mb"] = f"default for device {device}"
-    plan = gpu_plan(config)
+    plan, tp_of = gpu_plan(config), tp_in_force(config)
+    if mempool.dram_gb and max(tp_of.values()) > 1:
+        raise ConfigError(
+            "mempool.dram_gb",
+            f"{mempool.dram_gb:g} asked for, but instances with cluster.tp above 1 have no DRAM"
+            " tier yet",
+            "0, or cluster.tp = 1",
+        )
     if config.transfer.link not in ("auto", LINK_OF[device]):
         raise ConfigError(
             "transfer.link",
             f"{config.transfer.link!r} does not reach the memory of device {device}",
             f"auto, {LINK_OF[device]}",
         )
-    if config.transfer.style == "layer" and (cluster.tp or 1) > 1:
-        raise ConfigError(
-            "transfer.style",
-            f"'layer' sends from inside the engine's step, which has {cluster.tp} processes",
-            "request, discrete, chunk, or cluster.tp=1",
-        )
+    if config.transfer.style == "layer" and max(tp_of.values()) > 1:
+        why = "'layer' asked for, which instances with cluster.tp above 1 cannot do"
+        raise ConfigError("transfer.style", why, "request, discrete, chunk, or cluster.tp = 1")
     if not config.models.served_name:
         origins["models.served_name"] = f"by models.model, {origins['models.model']}"
     if cluster.device == "auto":
@@ -439,7 +461,7 @@ def _settle(config: Config, origins: dict[str, str]) -> Settings:
         caching=caching_in_force(config),
         device=device,
         gpus=plan.num_gpus if plan is not None else None,
-        tp=plan.tp if plan is not None else 1,
+        tp=describe_tp({role: tp_of[instance] for instance, role in mode.instances()}),
     )
     if plan is not None:
         for key in ("cluster.gpus", "cluster.tp"):

@@ -53,7 +53,7 @@ from memserve import changes
 from memserve.errors import ProtocolError
 from memserve.types import BlockId, Geometry, InstanceId, Namespace, RequestId, TransferId
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised whenever a message changes its meaning; compared in `Ready`."""
 
 
@@ -184,8 +184,9 @@ class PeerJoined(Command, frozen=True, tag=True):
     peer: InstanceId
     peer_epoch: int
     geometry: Geometry
-    addresses: dict[str, str]
-    """Link kind → where the peer's memory is."""
+    """Of its rank 0; the others' differ in `tp_rank` alone."""
+    addresses: dict[str, tuple[str, ...]]
+    """Link kind → where the memory of each of the peer's ranks is."""
 
 
 class PeerLost(Command, frozen=True, tag=True):
@@ -255,7 +256,8 @@ class Ready(Event, frozen=True, tag=True):
 
     protocol: int
     geometry: Geometry
-    addresses: dict[str, str]
+    addresses: dict[str, tuple[str, ...]]
+    """Both as in `PeerJoined`."""
     max_model_len: int
     stats: PoolStats
     startup_s: dict[str, float]

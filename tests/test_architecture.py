@@ -38,7 +38,9 @@ MAY_IMPORT: dict[str, str] = {
     "loras": "errors types",
     "models": "errors types",
     "profiles": "config core.builtin core.profile errors models",
-    "calibration": ("config core errors models profiles workers.environment workers.spec"),
+    "calibration": (
+        "config core engine_args errors models profiles workers.environment workers.spec"
+    ),
     # the orchestrator's parts
     "channel": "core errors messages types",
     "zygote_process": "errors types workers.spec",
@@ -107,7 +109,6 @@ LONGER_FILES: dict[str, str] = {
     "memserve/messages.py": "the whole control protocol, with its picture",
     "memserve/cluster.py": "one table of instances, and every event that changes it",
     "memserve/workers/engine_loop.py": "one loop: every command that it serves, and its answers",
-    "memserve/workers/transfer.py": "both halves of one protocol, over one table of peers",
 }
 """File → why it may be longer."""
 

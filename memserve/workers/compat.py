@@ -11,6 +11,7 @@ the one call that allocates the KV cache. Inside the block pool: `engine_pool.py
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -39,6 +41,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from memserve.errors import ConfigError, RequestError, StartError
 from memserve.types import BlockId, Geometry, Lora, Namespace, TransferStyle
 from memserve.workers.engine_pool import resume_hashing
+from memserve.workers.environment import without_multicast
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
@@ -81,17 +84,21 @@ def make_config(
     layout: str,
     host: ConnectorHost,
     style: TransferStyle = TransferStyle.REQUEST,
+    tp: int = 1,
 ) -> VllmConfig:
     """The engine's configuration.
 
     `engine`: further fields of `EngineArgs`. `layout`: auto, block_first or layer_first. `host`
     travels in the connector's own section of the configuration, which vLLM hands to the connector
-    as it is: so the connector finds its worker without a module-level registry.
+    as it is: so the connector finds its worker without a module-level registry. With `tp` above 1
+    vLLM forks that many ranks, each with a copy of all this.
 
+    `kv_bytes`: of each rank.
     Raises: ConfigError, StartError; what vLLM's own checks raise.
     """
     check_version()
     _check_arguments(engine)
+    engine = without_multicast(engine, tp)
     if current_platform.is_cpu() and layout != "layer_first":
         _allow_block_first_on_cpu()
     wanted = _LAYER_FIRST if layout == "layer_first" else _BLOCK_FIRST
@@ -101,20 +108,22 @@ def make_config(
         kv_role="kv_both",
         engine_id=engine_id,
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            HOST_KEY: host,
-            LAYOUT_KEY: wanted.name,
-            STYLE_KEY: style,
-        },
+        kv_connector_extra_config={HOST_KEY: host, LAYOUT_KEY: wanted.name, STYLE_KEY: style},
     )
     arguments = EngineArgs(
         model=model,
         kv_transfer_config=transfer,
         kv_cache_memory_bytes=kv_bytes,
         enable_prefix_caching=True,
+        tensor_parallel_size=tp,
+        distributed_executor_backend="mp" if tp > 1 else None,
         **engine,
     )
-    return arguments.create_engine_config()
+    # Without a context vLLM takes its smallest limits instead of those of `vllm serve`.
+    config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    if tp > 1:  # the CPU platform has asked for spawning: slow, and without the host
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,15 +215,18 @@ def _one_gloo_device() -> Iterator[None]:
     """Let all of torch's process groups that are made inside it share one device.
 
     vLLM makes a dozen groups of one member each, and each device's thread wakes up a hundred times
-    a second: more than everything else that an idle worker does.
+    a second: more than everything else that an idle worker does. The device is made with the first
+    group, in the process that needs it: its thread would not survive the forking of ranks.
     """
     original = distributed_c10d.ProcessGroupGloo
-    device = original.create_default_device()
+    devices: list[Any] = []
 
     class SharedDevice(original):  # type: ignore[valid-type,misc]
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            if not devices:
+                devices.append(original.create_default_device())
             options = original._Options()
-            options._devices = [device]
+            options._devices = devices
             options._threads = 1
             options._timeout = timeout
             super().__init__(store, rank, size, options)

@@ -67,7 +67,8 @@ logger = logging.getLogger(__name__)
 
 _STARVED_WAIT_S = 0.005
 """Between two steps of an engine whose requests all wait for blocks: only commands can help."""
-
+_COPYING_WAIT_S = 0.00005
+"""Between two looks at copies under way, which have threads that need the interpreter as well."""
 
 _RunT = TypeVar("_RunT", Prefill, Decode)
 
@@ -142,10 +143,12 @@ class EngineLoop:
 
     def _patience_s(self) -> float:
         """How long nothing but a command can matter."""
-        if self._transfers.is_active or self._swaps.is_active:
+        if self._engine.is_busy and not self._is_starved:
             return 0.0
+        if self._transfers.is_active or self._swaps.is_active:
+            return _COPYING_WAIT_S
         if self._engine.is_busy:
-            return _STARVED_WAIT_S if self._is_starved else 0.0
+            return _STARVED_WAIT_S
         deadlines = (self._transfers.next_deadline(), self._swaps.next_deadline())
         until = min([self._next_heartbeat, *(d for d in deadlines if d is not None)])
         return until - self._clock()

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+"""What keeps the ranks of an instance from NVLink multicast: a program that dies with it set up can
+leave the GPUs of a host unusable for everybody. vLLM's own all-reduce does without it."""
 
 
 def set_engine_environment(
@@ -24,3 +35,15 @@ def set_engine_environment(
     # Instances share the cores: binding would put every instance's threads onto the same ones.
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
+    for name, value in NO_MULTICAST.items():
+        environment.setdefault(name, value)
+
+
+def without_multicast(engine: Mapping[str, Any], tp: int) -> Mapping[str, Any]:
+    """The engine's arguments for `tp` ranks whose all-reduces are not fused with what follows, if
+    the user does not ask for it: the fused ones may set up NVLink multicast."""
+    compilation = engine.get("compilation_config") or {}
+    if tp == 1 or not isinstance(compilation, Mapping):
+        return engine
+    passes = {"fuse_allreduce_rms": False, **(compilation.get("pass_config") or {})}
+    return {**engine, "compilation_config": {**compilation, "pass_config": passes}}

@@ -1,7 +1,7 @@
-"""The memory of one instance's KV cache, and the links by which peers reach each other's.
+"""The memory of one rank's KV cache, and the links by which peers reach each other's.
 
-`cpu` lies in shared memory, `cuda` in the HBM of the process's first GPU. Collaborators: `main.py`
-makes one by `kv_memory`, `compat.place_kv_cache` asks it for the tensor.
+`cpu` lies in shared memory, `cuda` in the HBM of the rank's GPU. Collaborators: `hosts.py` makes
+one by `kv_memory` in the rank's process, `compat.place_kv_cache` asks it for the tensor.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import Protocol
 import torch
 
 from memserve.errors import StartError
-from memserve.messages import PeerJoined
+from memserve.ops.blocks import library_for
+from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.device_memory import CudaDeviceMemory, DeviceMemory
 from memserve.types import Geometry, TransferStyle
 from memserve.workers import gpu_memory
 from memserve.workers.gpu_memory import GpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links import shm
-from memserve.workers.links.base import Link
+from memserve.workers.links.base import Link, RankPeer
 from memserve.workers.links.ipc import open_ipc
 from memserve.workers.links.shm import open_shm
 
-Openers = Mapping[str, Callable[[PeerJoined], Link]]
+Openers = Mapping[str, Callable[[RankPeer], Link]]
 
 
 class KvMemory(Protocol):
@@ -44,7 +45,11 @@ class KvMemory(Protocol):
         ...
 
     def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
-        """Kind of link → how to open one to a peer; fastest first."""
+        """Kind of link → how to open one to one rank of a peer; fastest first.
+
+        `geometry`: of this rank. Each opener takes a `RankPeer`, and what it opens moves the heads
+        that are named there. Raises: TransferError.
+        """
         ...
 
     def close(self) -> None:
@@ -89,12 +94,14 @@ class GpuKvMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: DeviceMemory | None = None
+        self._library: BlockCopyLibrary | None = None
         self._buffer: GpuBuffer | None = None
 
     def make(self, size_bytes: int) -> torch.Tensor:
         _require_first(self._buffer)
         # Only now: before vLLM has chosen its GPU nothing here may initialise CUDA.
         self._memory = CudaDeviceMemory(self._device)
+        self._library = library_for(self._device)
         self._buffer = GpuBuffer(self._memory, size_bytes)
         return self._buffer.tensor
 
@@ -107,22 +114,22 @@ class GpuKvMemory:
         return {} if self._buffer is None else {gpu_memory.KIND: self._buffer.address}
 
     def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
-        buffer, memory = self._buffer, self._memory
-        if buffer is None or memory is None:
+        buffer, memory, library = self._buffer, self._memory, self._library
+        if buffer is None or memory is None or library is None:
             return {}
-        return {
-            gpu_memory.KIND: lambda peer: open_ipc(
-                buffer, geometry, peer, memory, self._device, style
-            )
-        }
+
+        def open_by_ipc(peer: RankPeer) -> Link:
+            return open_ipc(buffer, geometry, peer, memory, self._device, library, style)
+
+        return {gpu_memory.KIND: open_by_ipc}
 
     def close(self) -> None:
         """Nothing: CUDA graphs and tensors still point there, and the process ends after this."""
 
 
-def kv_memory(device: str) -> KvMemory:
-    """`device`: cpu or cuda (the first GPU that the process sees)."""
-    return GpuKvMemory(torch.device("cuda", 0)) if device == "cuda" else HostKvMemory()
+def kv_memory(device: str, rank: int = 0) -> KvMemory:
+    """`device`: cpu or cuda; a rank has the GPU of its own number, of those the process sees."""
+    return GpuKvMemory(torch.device("cuda", rank)) if device == "cuda" else HostKvMemory()
 
 
 def _require_first(buffer: object) -> None:

@@ -167,7 +167,8 @@ class Transfers:
             return
         owner = reservation_owner(transfer_id)
         self._mempool.end_lease(owner)
-        promised = len(reservation.new_ids) * self._geometry.block_bytes
+        block_bytes = self._geometry.block_bytes * self._geometry.tp_size
+        promised = len(reservation.new_ids) * block_bytes
         if command.size_bytes != promised:
             self._mempool.free_all(owner)
             self._fail_insert(

@@ -226,7 +226,7 @@ class Node:
                 peer=peer.id,
                 peer_epoch=epoch,
                 geometry=peer.geometry,
-                addresses={"fake": peer.id},
+                addresses={"fake": (peer.id,)},
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
 import threading
 from pathlib import Path
 
@@ -35,11 +36,11 @@ def test_engines_on_one_gpu_are_built_one_after_the_other(tmp_path: Path) -> Non
     second_has_begun, second_may_end = threading.Event(), threading.Event()
 
     def second() -> None:
-        with main._turn_on_gpu(str(path)):
+        with main._turn_on_gpus((str(path),)):
             second_has_begun.set()
             assert second_may_end.wait(30)
 
-    with main._turn_on_gpu(str(path)):
+    with main._turn_on_gpus((str(path),)):
         thread = threading.Thread(target=second)
         thread.start()
         assert _is_locked(path)
@@ -53,13 +54,25 @@ def test_engines_on_one_gpu_are_built_one_after_the_other(tmp_path: Path) -> Non
 
 def test_a_failed_start_lets_the_next_one_begin(tmp_path: Path) -> None:
     path = tmp_path / "gpu-0.lock"
-    with pytest.raises(StartError, match="no room"), main._turn_on_gpu(str(path)):
+    with pytest.raises(StartError, match="no room"), main._turn_on_gpus((str(path),)):
         raise StartError("no room")
     assert not _is_locked(path)
 
 
+def test_ranks_that_were_forked_meanwhile_do_not_keep_the_turn(tmp_path: Path) -> None:
+    path = tmp_path / "gpu-0.lock"
+    with main._turn_on_gpus((str(path),)):
+        fds = [fd for fd in Path("/proc/self/fd").iterdir() if fd.resolve() == path]
+        assert fds
+        rank = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[int(f.name) for f in fds])
+    try:
+        assert not _is_locked(path)
+    finally:
+        rank.communicate(timeout=30)
+
+
 def test_an_engine_alone_on_its_gpu_takes_no_turn(tmp_path: Path) -> None:
-    with main._turn_on_gpu(""):
+    with main._turn_on_gpus(()):
         assert list(tmp_path.iterdir()) == []
 
 

@@ -14,13 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
+from memserve.core.head_split import split_heads
 from memserve.errors import GeometryMismatchError, TransferError
 from memserve.messages import PeerJoined
-from memserve.types import BlockId, Geometry, InstanceId, TransferId
+from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
+
+if TYPE_CHECKING:
+    from memserve.ops.views import Rows
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -86,6 +90,37 @@ class LayerLink(Link, Protocol):
         ...
 
 
+class RankPeer(msgspec.Struct, frozen=True):
+    """One rank of a peer, as one rank of this instance writes to it: what a kind of link opens.
+
+    The heads are those that both ranks have: `own_heads` of this rank's pages go into `peer_heads`
+    of the peer's, of every block that is sent. None: all of them, the usual case of equal ranks.
+    `heads.rows_of` says which rows of a page that is, on either side.
+    """
+
+    peer: InstanceId
+    peer_epoch: int
+    geometry: Geometry
+    """Of that rank of the peer."""
+    address: str
+    """Where its memory is, in the words of the link's kind."""
+    own_heads: Heads | None = None
+    peer_heads: Heads | None = None
+
+
+def rank_peer(kind: str, peer: PeerJoined, rank: int = 0) -> RankPeer:
+    """Rank `rank` of the peer, all heads. Raises: TransferError if it has no such memory."""
+    addresses = peer.addresses.get(kind, ())
+    if rank >= len(addresses):
+        offered = ", ".join(sorted(peer.addresses)) or "none"
+        raise TransferError(
+            f"rank {rank} of {peer.peer} has no memory for a link of kind {kind};"
+            f" {peer.peer} offers: {offered}"
+        )
+    geometry = msgspec.structs.replace(peer.geometry, tp_rank=rank)
+    return RankPeer(peer.peer, peer.peer_epoch, geometry, addresses[rank])
+
+
 class LinkOpener(Protocol):
     """Opens and warms up the link to a peer that has joined."""
 
@@ -94,32 +129,45 @@ class LinkOpener(Protocol):
         ...
 
 
-_MUST_BE_EQUAL = (
-    "model",
-    "dtype",
-    "block_size",
-    "num_layers",
-    "num_kv_heads",
-    "page_bytes",
-    "page_order",
-    "tp_rank",
-    "tp_size",
-)
-
-
 def require_compatible(
     own: Geometry, peer: Geometry, own_name: InstanceId, peer_name: InstanceId
 ) -> None:
-    """Whether a block of one means the same on the other. Raises: GeometryMismatchError."""
+    """Whether a block of one means the same on the other. Raises: GeometryMismatchError.
+
+    The ranks may differ in number: `head_split` says which heads go where, and refuses what cannot
+    be split.
+    """
+    here, there = _meaning(own), _meaning(peer)
+    if own.num_kv_heads == 1 or peer.num_kv_heads == 1:
+        del here["page_order"], there["page_order"]  # one head's page is the same in either
     differences = [
-        f"{name} is {getattr(own, name)!r} on {own_name} and {getattr(peer, name)!r} on {peer_name}"
-        for name in _MUST_BE_EQUAL
-        if getattr(own, name) != getattr(peer, name)
+        f"{name} is {here[name]!r} on {own_name} and {there[name]!r} on {peer_name}"
+        for name in here
+        if here[name] != there[name]
     ]
+    if not differences:
+        try:
+            split_heads(own.model_kv_heads, own.tp_size, peer.tp_size)
+        except GeometryMismatchError as error:
+            degrees = f"TP {own.tp_size} on {own_name}, TP {peer.tp_size} on {peer_name}"
+            differences = [f"{error} ({degrees})"]
     if differences:
         raise GeometryMismatchError(
             f"{own_name} and {peer_name} cannot exchange KV blocks: {'; '.join(differences)}"
         )
+
+
+def _meaning(geometry: Geometry) -> dict[str, object]:
+    """What must be equal on both sides, by its name for people."""
+    return {
+        "model": geometry.model,
+        "dtype": geometry.dtype,
+        "block_size": geometry.block_size,
+        "num_layers": geometry.num_layers,
+        "KV heads of the model": geometry.model_kv_heads,
+        "bytes of a head in a page": geometry.page_bytes / geometry.num_kv_heads,
+        "page_order": geometry.page_order,
+    }
 
 
 Piece = tuple[int, int, int]
@@ -131,6 +179,7 @@ def plan_pieces(
     target: Geometry,
     source_ids: Sequence[BlockId],
     target_ids: Sequence[BlockId],
+    rows: tuple[Rows, Rows] | None = None,
     *,
     is_discrete: bool = False,
     layer: int | None = None,
@@ -138,7 +187,8 @@ def plan_pieces(
     """The fewest contiguous pieces that make up these blocks; pure.
 
     Aggregated blocks give one piece per run of neighbouring blocks. If the pages of a block lie
-    apart on either side, each of the L layers gives its own pieces. `is_discrete`: every page is a
+    apart on either side, each of the L layers gives its own pieces. With `rows`, only that part of
+    each page goes, on either side (`heads.rows_of`), row by row. `is_discrete`: every page is a
     piece of its own, however it lies. `layer`: the pages of that one layer only.
     Raises: TransferError for block ids that do not exist or do not pair up.
     """
@@ -147,9 +197,11 @@ def plan_pieces(
     _require_existing(source, source_ids, "source")
     _require_existing(target, target_ids, "target")
     runs = _runs(source_ids, target_ids)
-    layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
     if layer is not None:
-        layers = [layers[layer]]
+        source, target = source.only(layer), target.only(layer)
+    layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
+    if rows is not None:
+        layers = _rows_of_layers(source, target, *rows)
     elif not is_discrete and has_whole_blocks(source) and has_whole_blocks(target):
         layers = [(source.layer_offsets[0], target.layer_offsets[0], source.block_bytes)]
     pieces: list[Piece] = []
@@ -165,6 +217,23 @@ def plan_pieces(
             for first_source, first_target, length in runs
         )
     return pieces
+
+
+def _rows_of_layers(
+    source: Geometry, target: Geometry, source_rows: Rows, target_rows: Rows
+) -> list[Piece]:
+    """Every row of block 0, as offsets and size."""
+    return [
+        (
+            source_layer + source_rows.offset + row * source_rows.stride,
+            target_layer + target_rows.offset + row * target_rows.stride,
+            source_rows.size_bytes,
+        )
+        for source_layer, target_layer in zip(
+            source.layer_offsets, target.layer_offsets, strict=True
+        )
+        for row in range(source_rows.count)
+    ]
 
 
 def _require_existing(geometry: Geometry, block_ids: Sequence[BlockId], side: str) -> None:

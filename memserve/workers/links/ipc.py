@@ -30,15 +30,15 @@ from typing import Protocol
 import msgspec
 import torch
 
-from memserve.errors import StartError, TransferError
-from memserve.messages import PeerJoined
+from memserve.errors import TransferError
 from memserve.ops.blocks import BlockOps, CudaBlockOps, Method
-from memserve.ops.build import open_library
+from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.device_memory import DeviceMemory
-from memserve.ops.views import BlockView
+from memserve.ops.views import BlockView, Rows
 from memserve.types import BlockId, Geometry, TransferId, TransferStyle
 from memserve.workers.gpu_memory import KIND, GpuBuffer, PeerGpuBuffer
-from memserve.workers.links.base import Completion, has_whole_blocks
+from memserve.workers.links.base import Completion, RankPeer, has_whole_blocks
+from memserve.workers.links.heads import rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,20 +77,22 @@ class IpcLink:
         *,
         ops: BlockOps,
         streams: Sequence[torch.cuda.Stream],
+        rows: tuple[Rows, Rows] | None = None,
         compute_stream: Callable[[], torch.cuda.Stream] = torch.cuda.current_stream,
         is_discrete: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Takes over `target`, not `source`.
+        """Takes over `target`, not `source`. `rows`: the part of each page that goes; None: all.
 
         `compute_stream`: the engine's, for `send_layer`. `is_discrete`: `ops` gets the layers one
         by one. Raises: TransferError if a geometry exceeds its buffer (the caller keeps `target`
         then).
         """
-        self._source = BlockView.of(source_geometry, source)
-        self._view: BlockView | None = BlockView.of(target_geometry, target.tensor)
-        self._source_layers = _layers(source_geometry, source)
-        self._target_layers = _layers(target_geometry, target.tensor)
+        own_rows, peer_rows = rows or (None, None)
+        self._source = BlockView.of(source_geometry, source, own_rows)
+        self._view: BlockView | None = BlockView.of(target_geometry, target.tensor, peer_rows)
+        self._source_layers = _layers(source_geometry, source, own_rows)
+        self._target_layers = _layers(target_geometry, target.tensor, peer_rows)
         self._compute_stream = compute_stream
         self._is_discrete = is_discrete
         self._target = target
@@ -222,63 +224,62 @@ class IpcLink:
 def open_ipc(
     source: GpuBuffer,
     source_geometry: Geometry,
-    peer: PeerJoined,
+    peer: RankPeer,
     memory: DeviceMemory,
     device: torch.device,
+    library: BlockCopyLibrary,
     style: TransferStyle = TransferStyle.REQUEST,
 ) -> IpcLink:
     """Map the peer's buffer on `device`, this instance's GPU, and warm the way up.
 
-    Raises: TransferError (no such memory, no way there, no library to copy with).
+    Raises: TransferError (no such memory, no way there).
     """
-    address = peer.addresses.get(KIND)
-    if address is None:
-        offered = ", ".join(sorted(peer.addresses)) or "none"
-        raise TransferError(f"{peer.peer} has no GPU memory to write to; it offers: {offered}")
-    target = PeerGpuBuffer(memory, address)
+    rows = rows_of(source_geometry, peer)
+    target = PeerGpuBuffer(memory, peer.address)
     try:
         link = IpcLink(
             source.tensor,
             source_geometry,
             target,
             peer.geometry,
-            ops=ipc_ops(device, source_geometry, peer.geometry, style),
+            ops=ipc_ops(library, source_geometry, peer.geometry, rows, style),
+            rows=rows,
             streams=[torch.cuda.Stream(device) for _ in range(NUM_STREAMS)],
             compute_stream=lambda: torch.cuda.current_stream(device),
             is_discrete=style is TransferStyle.DISCRETE,
         )
         seconds = link.warm_up()
-    except (StartError, TransferError) as error:
+    except TransferError:
         target.close()
-        raise TransferError(str(error)) from error
+        raise
     logger.info("the way to %s was warm after %.3f s", peer.peer, seconds)
     return link
 
 
 def ipc_ops(
-    device: torch.device,
+    library: BlockCopyLibrary,
     source: Geometry,
     target: Geometry,
+    rows: tuple[Rows, Rows] | None = None,
     style: TransferStyle = TransferStyle.REQUEST,
 ) -> BlockOps:
     """Copy engines where blocks are long enough in one piece: they leave the SMs to the engine."""
-    major, minor = torch.cuda.get_device_capability(device)
     is_whole = has_whole_blocks(source) and has_whole_blocks(target)
     run_bytes = source.page_bytes
     if is_whole and style is not TransferStyle.LAYER:
         run_bytes = source.block_bytes
+    if rows is not None:
+        run_bytes = rows[0].size_bytes
     method = Method.BATCH if run_bytes >= ENGINE_RUN_BYTES else Method.AUTO
     if style is TransferStyle.DISCRETE:
         method = Method.COPIES
-    return CudaBlockOps(open_library(f"sm_{major}{minor}"), method=method)
+    return CudaBlockOps(library, method=method)
 
 
-def _layers(geometry: Geometry, memory: torch.Tensor) -> list[BlockView]:
+def _layers(geometry: Geometry, memory: torch.Tensor, rows: Rows | None) -> list[BlockView]:
     """A view of each layer alone."""
-    return [
-        BlockView.of(msgspec.structs.replace(geometry, layer_offsets=(offset,)), memory)
-        for offset in geometry.layer_offsets
-    ]
+    layers = range(geometry.num_layers)
+    return [BlockView.of(geometry.only(layer), memory, rows) for layer in layers]
 
 
 def _require_pairs(source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]) -> None:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from memserve.errors import TransferError
-from memserve.messages import PeerJoined
+from memserve.ops.views import Rows
 from memserve.types import BlockId, Geometry, TransferId
 from memserve.workers.kvbuffer import KvBuffer
-from memserve.workers.links.base import Completion, Piece, plan_pieces
+from memserve.workers.links.base import Completion, Piece, RankPeer, plan_pieces
+from memserve.workers.links.heads import rows_of
 
 KIND = "shm"
 """Key of the buffer's address in `Ready.addresses` and `PeerJoined.addresses`."""
@@ -44,11 +45,13 @@ class ShmLink:
         target: KvBuffer,
         target_geometry: Geometry,
         *,
+        rows: tuple[Rows, Rows] | None = None,
         is_discrete: bool = False,
         poll_bytes: int = _POLL_BYTES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Takes over `target`, not `source`. `is_discrete`: each page is a copy of its own.
+        """Takes over `target`, not `source`. `rows`: the part of each page that goes; None: all.
+        `is_discrete`: each page is a copy of its own.
 
         Raises: TransferError if a geometry exceeds its buffer (the caller keeps `target` then).
         """
@@ -59,6 +62,7 @@ class ShmLink:
         self._target = target
         self._target_geometry = target_geometry
         self._is_discrete = is_discrete
+        self._rows = rows
         self._poll_bytes = poll_bytes
         self._clock = clock
         self._jobs: deque[_Job] = deque()
@@ -127,6 +131,7 @@ class ShmLink:
                     self._target_geometry,
                     source_ids,
                     target_ids,
+                    self._rows,
                     is_discrete=self._is_discrete,
                     layer=layer,
                 )
@@ -154,16 +159,15 @@ class ShmLink:
 
 
 def open_shm(
-    source: KvBuffer, source_geometry: Geometry, peer: PeerJoined, *, is_discrete: bool = False
+    source: KvBuffer, source_geometry: Geometry, peer: RankPeer, *, is_discrete: bool = False
 ) -> ShmLink:
     """Map the peer's buffer. Raises: TransferError."""
-    address = peer.addresses.get(KIND)
-    if address is None:
-        offered = ", ".join(sorted(peer.addresses)) or "none"
-        raise TransferError(f"{peer.peer} has no shared memory to write to; it offers: {offered}")
-    target = KvBuffer.open(address)
+    rows = rows_of(source_geometry, peer)
+    target = KvBuffer.open(peer.address)
     try:
-        return ShmLink(source, source_geometry, target, peer.geometry, is_discrete=is_discrete)
+        return ShmLink(
+            source, source_geometry, target, peer.geometry, rows=rows, is_discrete=is_discrete
+        )
     except TransferError:
         target.close()
         raise

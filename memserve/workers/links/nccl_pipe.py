@@ -1,0 +1,208 @@
+"""KV blocks through a communicator, chunk by chunk, both ends of it.
+
+    OutPipe    scattered blocks ─gather▶ staging ─send▶ communicator      (directly, if neighbours)
+    InPipe     communicator ─receive▶ staging ─scatter▶ scattered blocks
+
+Gathering the next chunk, sending this one and scattering the last overlap: each end has a stream
+for its copies, one for the communicator, and a few staging buffers in turn; events between the
+streams keep the order, and the host only queues. Collaborators: `ops/blocks.py` copies,
+`ops/nccl.py` has the communicator; `nccl_sender.py` and `nccl_receiver.py` own one pipe each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from memserve.errors import TransferError
+from memserve.ops.blocks import BlockOps, CudaBlockOps, Method
+from memserve.ops.build import BlockCopyLibrary
+from memserve.ops.nccl import Communicator
+from memserve.ops.views import BlockView
+from memserve.types import BlockId
+from memserve.workers.links.ipc import ENGINE_RUN_BYTES, Event
+from memserve.workers.links.nccl_wire import Pieces
+
+CHUNK_BYTES = 64 << 20
+"""A launch costs some 20 µs, and this takes 170 at NVLink's speed; a shorter one shows in the
+bandwidth, a longer one in the gather and the scatter at the ends, which nothing overlaps."""
+NUM_SLOTS = 3
+"""Staging buffers: one that is filled, one on the way, and one for whoever is late."""
+_HIGH_PRIORITY = -1
+
+
+class Gpu(Protocol):
+    """What a thread needs of the GPU that its blocks are on."""
+
+    def enter(self) -> None:
+        """Make it the calling thread's."""
+        ...
+
+    def stream(self) -> torch.cuda.Stream: ...
+
+    def staging(self, size_bytes: int) -> torch.Tensor:
+        """Uninitialised bytes, uint8, shape `[size_bytes]`. Raises: TransferError (no room)."""
+        ...
+
+    def ops(self, view: BlockView) -> BlockOps:
+        """For copies between these blocks and staging memory, by the calling thread."""
+        ...
+
+
+class CudaGpu:
+    """See `Gpu`."""
+
+    def __init__(self, device: torch.device, library: BlockCopyLibrary) -> None:
+        self._device = device
+        self._library = library
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def stream(self) -> torch.cuda.Stream:
+        # Streams of one priority share hardware queues: behind a kernel of the engine's that waits
+        # for another GPU, a receive could wait for the very peer that waits for it.
+        return torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
+
+    def staging(self, size_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise TransferError(f"no {size_bytes >> 20} MiB for staging: {error}") from error
+
+    def ops(self, view: BlockView) -> BlockOps:
+        method = Method.BATCH if view.run_bytes >= ENGINE_RUN_BYTES else Method.AUTO
+        return CudaBlockOps(self._library, method=method)
+
+
+def gpu_identity(device: torch.device) -> str:
+    """The same for all processes that use this GPU."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class Pipe:
+    """Streams, staging buffers in turn, and what is under way."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        communicator: Communicator,
+        view: BlockView,
+        chunk_blocks: int,
+        pieces: Pieces,
+    ) -> None:
+        """Raises: TransferError (no room for the staging buffers)."""
+        self._communicator = communicator
+        self._view = view
+        self._pieces = pieces
+        self._copies, self._passage = gpu.stream(), gpu.stream()
+        self._ops = gpu.ops(view)
+        count = NUM_SLOTS if pieces is Pieces.STAGED else 0
+        self._slots = [gpu.staging(chunk_blocks * view.block_bytes) for _ in range(count)]
+        self._free_at: list[Event | None] = [None] * count
+        """When the slot's last contents have left it."""
+        self._turn = 0
+        self._under_way: deque[Event] = deque()
+
+    @property
+    def num_under_way(self) -> int:
+        """Chunks that have not left the communicator."""
+        while self._under_way and self._under_way[0].query():
+            self._under_way.popleft()
+        return len(self._under_way)
+
+    def mark(self) -> list[Event]:
+        """All that is queued so far has ended when these have."""
+        return [stream.record_event() for stream in (self._passage, self._copies)]
+
+    def _next_slot(self) -> int:
+        self._turn = (self._turn + 1) % NUM_SLOTS
+        return self._turn
+
+    def _in_place(self, ids: Sequence[BlockId]) -> list[list[torch.Tensor]] | None:
+        """The launches, and their parts, that need no staging; None if these blocks need it."""
+        match self._pieces:
+            case Pieces.STAGED:
+                run = _run(self._view, ids)
+                return None if run is None else [[run]]
+            case Pieces.BLOCKS:
+                return [[piece for block in ids for piece in _pieces(self._view, block)]]
+            case Pieces.PAGES:
+                return [[page] for block in ids for page in _pages(self._view, block)]
+
+
+class OutPipe(Pipe):
+    """The sending end."""
+
+    def chunk(self, ids: Sequence[BlockId]) -> Iterator[None]:
+        """Queue these blocks, at most a chunk; at each step the communicator must progress."""
+        launches = self._in_place(ids)
+        if launches is None:
+            slot = self._next_slot()
+            if (event := self._free_at[slot]) is not None:
+                self._copies.wait_event(event)
+            size = self._ops.gather_blocks(self._view, ids, self._slots[slot], stream=self._copies)
+            self._passage.wait_event(self._copies.record_event())
+            self._communicator.send([self._slots[slot][:size]], self._passage)
+            yield
+            self._free_at[slot] = self._passage.record_event()
+        for parts in launches or ():
+            self._communicator.send(parts, self._passage)
+            yield
+        self._under_way.append(self._passage.record_event())
+
+
+class InPipe(Pipe):
+    """The receiving end."""
+
+    def chunk(self, ids: Sequence[BlockId]) -> Iterator[None]:
+        """Queue the arrival of these blocks; as `OutPipe.chunk`, and in the same chunks."""
+        launches = self._in_place(ids)
+        if launches is None:
+            slot = self._next_slot()
+            if (event := self._free_at[slot]) is not None:
+                self._passage.wait_event(event)
+            size = len(ids) * self._view.block_bytes
+            self._communicator.receive([self._slots[slot][:size]], self._passage)
+            yield
+            self._copies.wait_event(self._passage.record_event())
+            self._ops.scatter_blocks(self._slots[slot], self._view, ids, stream=self._copies)
+            self._free_at[slot] = self._copies.record_event()
+        for parts in launches or ():
+            self._communicator.receive(parts, self._passage)
+            yield
+        self._under_way.append(self._passage.record_event())
+
+
+def chunks(ids: Sequence[BlockId], chunk_blocks: int) -> Iterator[Sequence[BlockId]]:
+    """The same at both ends, whatever lies where."""
+    for start in range(0, len(ids), chunk_blocks):
+        yield ids[start : start + chunk_blocks]
+
+
+def _run(view: BlockView, ids: Sequence[BlockId]) -> torch.Tensor | None:
+    """These blocks as one piece of memory, if they are neighbours and leave no gaps."""
+    is_gapless = len(ids) == 1 or view.block_stride == view.block_bytes
+    is_run = all(after == before + 1 for before, after in pairwise(ids))
+    if view.run_bytes != view.block_bytes or not is_gapless or not is_run:
+        return None
+    start = int(view.row_offsets[0]) + ids[0] * view.block_stride
+    return view.memory[start : start + len(ids) * view.block_bytes]
+
+
+def _pieces(view: BlockView, block: BlockId) -> list[torch.Tensor]:
+    """The block as one piece, or as its pages if they lie apart."""
+    run = _run(view, [block])
+    return _pages(view, block) if run is None else [run]
+
+
+def _pages(view: BlockView, block: BlockId) -> list[torch.Tensor]:
+    rows = view.rows
+    if rows.count > 1 and rows.stride != rows.size_bytes:
+        raise TransferError("discrete pieces need whole pages")
+    starts = [int(offset) + block * view.block_stride for offset in view.row_offsets]
+    return [view.memory[start : start + rows.total_bytes] for start in starts]
