@@ -325,6 +325,13 @@ def test_values_that_do_not_fit_the_device(
         _set(assignment)
 
 
+def test_layers_are_not_sent_by_several_ranks(machine: Machine) -> None:
+    machine(4, "cuda")
+    assert _set("transfer.style=layer").transfer.style == "layer"
+    with pytest.raises(ConfigError, match=r"style: 'layer' asked for.*chunk, or cluster.tp = 1$"):
+        _set("transfer.style=layer", "cluster.tp=2")
+
+
 @pytest.mark.parametrize(
     ("packages", "device"),
     [

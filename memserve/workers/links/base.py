@@ -1,6 +1,7 @@
 """What a link is: the way from this instance's KV blocks into one peer's.
 
-Collaborators: `transfer.py` opens one link per peer, through `choice.py`, and is the only caller;
+Collaborators: `transfer.py` opens one link per peer, through `choice.py`; `sending.py` calls it,
+with transfers in one part or in several, each of which is a transfer of its own to the link;
 `shm.py` (CPU), `ipc.py` (GPUs of one host) and `fake.py` (tests) are links.
 `tests/contract/test_links.py` holds what every link must do.
 

@@ -4,13 +4,14 @@ One-sided. `send` queues all copies of a transfer at once on streams of the link
 engine's compute stream, and `poll` asks events whether they are done; nothing here waits for the
 GPU but `close`.
 
-When the source is complete. A request's KV is sent when the request has ended here, that is, after
-the engine has processed the outputs of its last step. Those outputs reach the host through an event
-behind the step's last kernel, so all KV of that step and of earlier ones is in memory by then, also
-with asynchronous scheduling: the step that is in flight meanwhile writes to no full block of the
-request (`compat.complete_tokens` leaves its tokens out), and vLLM frees blocks that it may write
-only when it has ended. So the copies wait for no event of the compute stream; they would wait for
-the next requests' prefill.
+When the source is complete. KV is sent after the engine has processed the outputs of the step that
+wrote it: when the request has ended here, or part by part (`early.py`). Those outputs reach the
+host through an event behind the step's last kernel, so all KV of that step and of earlier ones is
+in memory by then, also with asynchronous scheduling: the step that is in flight meanwhile writes to
+no full block of the request (`compat.complete_tokens` leaves its tokens out), and vLLM frees blocks
+that it may write only when it has ended. So the copies wait for no event of the compute stream;
+they would wait for the next requests' prefill. Only `send_layer`, which is called from inside a
+step, waits for what the engine has queued by then.
 
 When the target is complete. The events of the copies lie behind the peer's memory having been
 written. `Sent` is said after that, and the receiver launches kernels that read the blocks after it
