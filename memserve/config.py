@@ -117,6 +117,8 @@ class TransferConfig(msgspec.Struct, frozen=True):
     reservation_s: Seconds = 30.0
     link: Literal["auto", "shm", "ipc"] = "auto"
     """auto: the fastest that both ends have."""
+    style: Literal["request", "discrete", "chunk", "layer"] = "request"
+    """See `types.TransferStyle`."""
 
 
 class ModelsConfig(msgspec.Struct, frozen=True):
@@ -407,6 +409,9 @@ def _settle(config: Config, origins: dict[str, str]) -> Settings:
             f"{config.transfer.link!r} does not reach the memory of device {device}",
             f"auto, {LINK_OF[device]}",
         )
+    if config.transfer.style == "layer" and max(tp_of.values()) > 1:
+        why = "'layer' asked for, which instances with cluster.tp above 1 cannot do"
+        raise ConfigError("transfer.style", why, "request, discrete, chunk, or cluster.tp = 1")
     if not config.models.served_name:
         origins["models.served_name"] = f"by models.model, {origins['models.model']}"
     if cluster.device == "auto":

@@ -110,7 +110,6 @@ LONGER_FILES: dict[str, str] = {
     "memserve/messages.py": "the whole control protocol, with its picture",
     "memserve/cluster.py": "one table of instances, and every event that changes it",
     "memserve/workers/engine_loop.py": "one loop: every command that it serves, and its answers",
-    "memserve/workers/transfer.py": "both halves of one protocol, over one table of peers",
 }
 """File → why it may be longer."""
 

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -28,7 +28,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from memserve.errors import StartError
-from memserve.types import Geometry
+from memserve.types import Geometry, TransferStyle
 from memserve.workers.kv_layout import geometry_of, place_kv_cache
 from memserve.workers.kv_memory import KvMemory, kv_memory
 from memserve.workers.links.base import Link
@@ -88,14 +88,24 @@ class KvHost(Protocol):
 class _LoopHost:
     """The scheduler's half: it exists before the engine does, and passes its hooks to the loop."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, style: TransferStyle) -> None:
         self._model = model
+        self._style = style
+        self._layers: dict[str, int] = {}
         self.loop: EngineLoop | None = None
         self.asked_for_memory_at = time.monotonic()
 
     def on_scheduled(self, request_id: str, cached_tokens: int) -> None:
         if self.loop is not None:
             self.loop.on_scheduled(request_id, cached_tokens)
+
+    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+        if self.loop is not None:
+            self.loop.on_step(num_scheduled)
+
+    def on_layer(self, layer_name: str) -> None:
+        if self.loop is not None and layer_name in self._layers:
+            self.loop.on_layer(self._layers[layer_name])
 
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         if self.loop is not None:
@@ -105,8 +115,10 @@ class _LoopHost:
 class OwnKvHost(_LoopHost):
     """An instance of one rank."""
 
-    def __init__(self, model: str, device: str) -> None:
-        super().__init__(model)
+    def __init__(
+        self, model: str, device: str, style: TransferStyle = TransferStyle.REQUEST
+    ) -> None:
+        super().__init__(model, style)
         self._memory = kv_memory(device)
         self._geometry: Geometry | None = None
 
@@ -116,6 +128,7 @@ class OwnKvHost(_LoopHost):
 
     def on_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_size: int) -> None:
         self._geometry = geometry_of(self._model, block_size, kv_caches)
+        self._layers = {name: layer for layer, name in enumerate(kv_caches)}
         _require_own_memory(self._memory, kv_caches)
 
     def settle(self) -> Geometry:
@@ -136,7 +149,7 @@ class OwnKvHost(_LoopHost):
         return self._memory.tensor
 
     def open_lanes(self, kind: str, routes: Sequence[Route]) -> list[Link]:
-        return open_here(self._memory.openers(self.settle())[kind], routes)
+        return open_here(self._memory.openers(self.settle(), self._style)[kind], routes)
 
     def stop(self) -> None:
         pass
@@ -148,8 +161,10 @@ class OwnKvHost(_LoopHost):
 class RankedKvHost(_LoopHost):
     """An instance of several ranks; see the module for who has which copy of it."""
 
-    def __init__(self, model: str, device: str, tp: int) -> None:
-        super().__init__(model)
+    def __init__(
+        self, model: str, device: str, tp: int, style: TransferStyle = TransferStyle.REQUEST
+    ) -> None:
+        super().__init__(model, style)
         self._device = device
         self._tp = tp
         self.total_kv_heads: int | None = None
@@ -202,7 +217,7 @@ class RankedKvHost(_LoopHost):
         except StartError as error:
             put(connection, Failed(str(error)))
             raise
-        agent = RankAgent(connection, memory.openers(geometry))
+        agent = RankAgent(connection, memory.openers(geometry, self._style))
         joined = Joined(os.getpid(), geometry, memory.addresses, self.asked_for_memory_at)
         put(connection, joined)
         threading.Thread(
@@ -261,9 +276,13 @@ class RankedKvHost(_LoopHost):
         self._group.close()
 
 
-def make_host(model: str, device: str, tp: int) -> OwnKvHost | RankedKvHost:
+def make_host(
+    model: str, device: str, tp: int, style: TransferStyle = TransferStyle.REQUEST
+) -> OwnKvHost | RankedKvHost:
     """For an instance of `tp` ranks."""
-    return OwnKvHost(model, device) if tp == 1 else RankedKvHost(model, device, tp)
+    if tp == 1:
+        return OwnKvHost(model, device, style)
+    return RankedKvHost(model, device, tp, style)
 
 
 def require_alike(first: Geometry, other: Geometry) -> None:

@@ -15,7 +15,7 @@ from memserve.errors import StartError
 from memserve.ops.blocks import library_for
 from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.device_memory import CudaDeviceMemory, DeviceMemory
-from memserve.types import Geometry
+from memserve.types import Geometry, TransferStyle
 from memserve.workers import gpu_memory
 from memserve.workers.gpu_memory import GpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
@@ -44,7 +44,7 @@ class KvMemory(Protocol):
         """Kind of link → where peers find the buffer."""
         ...
 
-    def openers(self, geometry: Geometry) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
         """Kind of link → how to open one to one rank of a peer; fastest first.
 
         `geometry`: of this rank. Each opener takes a `RankPeer`, and what it opens moves the heads
@@ -76,11 +76,12 @@ class HostKvMemory:
     def addresses(self) -> dict[str, str]:
         return {} if self._buffer is None else {shm.KIND: self._buffer.address}
 
-    def openers(self, geometry: Geometry) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
         buffer = self._buffer
         if buffer is None:
             return {}
-        return {shm.KIND: lambda peer: open_shm(buffer, geometry, peer)}
+        is_discrete = style is TransferStyle.DISCRETE
+        return {shm.KIND: lambda peer: open_shm(buffer, geometry, peer, is_discrete=is_discrete)}
 
     def close(self) -> None:
         if self._buffer is not None:
@@ -112,13 +113,13 @@ class GpuKvMemory:
     def addresses(self) -> dict[str, str]:
         return {} if self._buffer is None else {gpu_memory.KIND: self._buffer.address}
 
-    def openers(self, geometry: Geometry) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
         buffer, memory, library = self._buffer, self._memory, self._library
         if buffer is None or memory is None or library is None:
             return {}
 
         def open_by_ipc(peer: RankPeer) -> Link:
-            return open_ipc(buffer, geometry, peer, memory, self._device, library)
+            return open_ipc(buffer, geometry, peer, memory, self._device, library, style)
 
         return {gpu_memory.KIND: open_by_ipc}
 

@@ -98,7 +98,7 @@ class Worker:
         """Load the model. Raises: ConfigError, StartError; what vLLM raises."""
         _require_device(spec.device)
         self._port = port
-        self._host = host = make_host(spec.model, spec.device, spec.tp)
+        self._host = host = make_host(spec.model, spec.device, spec.tp, spec.style)
         started_at = time.monotonic()
         config = make_config(
             spec.model,
@@ -107,6 +107,7 @@ class Worker:
             kv_bytes=None if spec.kv_bytes is None else spec.kv_bytes // spec.tp,
             layout=spec.layout,
             host=host,
+            style=spec.style,
             tp=spec.tp,
         )
         if isinstance(host, RankedKvHost):
@@ -134,6 +135,7 @@ class Worker:
             spec.instance,
             spec.epoch,
             reports.send,
+            spec.style,
         )
         self._swaps = self._make_swaps(spec, geometry, mempool)
         self.loop = EngineLoop(

@@ -1,6 +1,7 @@
 """What a link is: the way from this instance's KV blocks into one peer's.
 
-Collaborators: `transfer.py` opens one link per peer, through `choice.py`, and is the only caller;
+Collaborators: `transfer.py` opens one link per peer, through `choice.py`; `sending.py` calls it,
+with transfers in one part or in several, each of which is a transfer of its own to the link;
 `shm.py` (CPU), `ipc.py` (GPUs of one host) and `fake.py` (tests) are links.
 `tests/contract/test_links.py` holds what every link must do.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
@@ -68,6 +69,25 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Stop everything; on return the link touches no memory. No completions follow."""
+        ...
+
+
+@runtime_checkable
+class LayerLink(Link, Protocol):
+    """A link that can send a block's layers one by one, as they are computed."""
+
+    def send_layer(
+        self,
+        transfer_id: TransferId,
+        layer: int,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        """As `send`, for the pages of one layer, which are read as the work queued so far on the
+        device leaves them.
+
+        May be called once for each layer under the same id: each call has its own completion.
+        """
         ...
 
 
@@ -161,12 +181,16 @@ def plan_pieces(
     source_ids: Sequence[BlockId],
     target_ids: Sequence[BlockId],
     rows: tuple[Rows, Rows] | None = None,
+    *,
+    is_discrete: bool = False,
+    layer: int | None = None,
 ) -> list[Piece]:
     """The fewest contiguous pieces that make up these blocks; pure.
 
     Aggregated blocks give one piece per run of neighbouring blocks. If the pages of a block lie
     apart on either side, each of the L layers gives its own pieces. With `rows`, only that part of
-    each page goes, on either side (`heads.rows_of`), row by row.
+    each page goes, on either side (`heads.rows_of`), row by row. `is_discrete`: every page is a
+    piece of its own, however it lies. `layer`: the pages of that one layer only.
     Raises: TransferError for block ids that do not exist or do not pair up.
     """
     if len(source_ids) != len(target_ids):
@@ -174,15 +198,16 @@ def plan_pieces(
     _require_existing(source, source_ids, "source")
     _require_existing(target, target_ids, "target")
     runs = _runs(source_ids, target_ids)
+    if layer is not None:
+        source, target = source.only(layer), target.only(layer)
+    layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
     if rows is not None:
         layers = _rows_of_layers(source, target, *rows)
-    elif has_whole_blocks(source) and has_whole_blocks(target):
+    elif not is_discrete and has_whole_blocks(source) and has_whole_blocks(target):
         layers = [(source.layer_offsets[0], target.layer_offsets[0], source.block_bytes)]
-    else:
-        layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
     pieces: list[Piece] = []
     for source_offset, target_offset, size in layers:
-        if not source.block_stride == target.block_stride == size:
+        if is_discrete or not source.block_stride == target.block_stride == size:
             runs = _single(runs)
         pieces += (
             (
