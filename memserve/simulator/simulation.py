@@ -128,14 +128,21 @@ class Simulation:
         costs: CostModel,
         stopwatch: Callable[[], float],
     ) -> None:
-        """`calls` have arrivals, rising. `stopwatch` measures the scheduler's own work."""
+        """`calls` have arrivals, rising. `stopwatch` measures the scheduler's own work.
+
+        `costs`: what the engines take. The scheduler starts with the same profile, and corrects its
+        own model by what it observes, as a real one does.
+        """
         self._setup = setup
         self._calls = calls
         self._stopwatch = stopwatch
         self._queue = EventQueue()
         roles = dict(setup.mode.instances())
         self._workers: dict[InstanceId, SimulatedWorker] = {}
-        self.scheduler = GlobalScheduler(setup.scheduler, roles, self._send, self._queue.now, costs)
+        expected = CostModel(costs.profile, costs.tp)
+        self.scheduler = GlobalScheduler(
+            setup.scheduler, roles, self._send, self._queue.now, expected
+        )
         self.scheduler.attach(self)
         for instance in roles:
             seat = Seat(instance, 1)
