@@ -61,6 +61,8 @@ class Machine(msgspec.Struct, frozen=True):
     load: Shape
     requests: int
     """Of each load."""
+    max_context: int
+    """A session ends before the first call that is longer."""
     bound_by: str
     """The instance whose utilisation counts."""
     utilisations: tuple[float, ...]
@@ -80,13 +82,18 @@ MACHINES = {
         ),
         load=Shape(documents=0, system_tokens=64, turns=4, user_tokens=80, reply_tokens=24),
         requests=20,
+        max_context=2047,
         bound_by="D0",
         utilisations=(0.35, 0.65),
         most_rate=3.0,
     ),
     "cuda": Machine(
         flags=("--device", "cuda"),
-        settings={"engine.load_format": "dummy"},
+        settings={
+            "engine.load_format": "dummy",
+            "engine.max_model_len": 16_384,
+            "cluster.start_timeout_s": 280,
+        },
         shape="llama-3.1-8b",
         device="H200",
         points=Points(
@@ -99,7 +106,8 @@ MACHINES = {
             repeats=3,
         ),
         load=Shape(documents=0, system_tokens=256, turns=4, user_tokens=1500, reply_tokens=64),
-        requests=240,
+        requests=200,
+        max_context=16_383,
         bound_by="P0",
         utilisations=(0.2, 0.7),
         most_rate=60.0,
@@ -115,7 +123,7 @@ class Load(msgspec.Struct, frozen=True):
     calls: list[dict[str, Any]]
     outcomes: list[Outcome]
     timelines: list[list[dict[str, Any]]]
-    """Of each request, as the server tells it."""
+    """Of each request that did not fail, as the server tells it."""
     seconds: dict[str, float]
     """Processor time by process; `others`: the share of all cores that went elsewhere."""
 
@@ -262,7 +270,7 @@ async def one_load(
         rate=rate,
         calls=[_stored(call) for call in calls],
         outcomes=[answer.outcome for answer in answers],
-        timelines=[_timeline(url, answer) for answer in answers],
+        timelines=[_timeline(url, answer) for answer in answers if answer.outcome.error is None],
         seconds=spent,
     )
 
@@ -277,6 +285,7 @@ def make_load(machine: Machine, rate: float, seed: int) -> list[Call]:
     """Sessions with texts that no other load has."""
     count = -(-machine.requests // machine.load.turns)
     calls = list(sessions(machine.load, count, seed + 1000))
+    calls = setup.fitting(calls, machine.max_context)
     return poisson(calls, rate=rate, requests=machine.requests, think_s=None, seed=seed)
 
 
@@ -354,6 +363,7 @@ def row(load: Load, result: Result, quiet: float) -> dict[str, Scalar]:
         **{f"{name} processor, s": load.seconds[name] for name in busy},
         **{f"{name} simulated, s": seconds for name, seconds in busy.items()},
         "others": others,
+        "failed": sum(outcome.error is not None for outcome in load.outcomes),
     }
 
 
@@ -395,7 +405,7 @@ def shown(found: dict[str, Scalar]) -> dict[str, Scalar]:
         if f"{name} processor, s" in found:
             real, simulated = found[f"{name} processor, s"], found[f"{name} simulated, s"]
             cells[f"{name}, s"] = f"{real:.1f} → {simulated:.1f}"
-    cells["others"] = found.get("others")
+    cells |= {name: found.get(name) for name in ("others", "failed")}
     return cells
 
 

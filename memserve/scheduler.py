@@ -331,22 +331,30 @@ class GlobalScheduler:
     # ── events and actions ────────────────────────────────────────────────────────────────────
 
     def _on_tokens(self, event: Tokens) -> None:
+        now = self._clock()
         deliveries: dict[RequestId, Delivery] = {}
         for output in event.outputs:
             active = self._requests.get(output.request_id)
             if active is None:
                 continue
-            for action in self._step(active, Output(event.instance, output)):
-                if isinstance(action, Deliver):
-                    deliveries[output.request_id] = action.delivery
-                    self._note_delivery(active, event.instance, action.delivery, output.token_ids)
+            delivery = active.lifecycle.more_tokens(event.instance, output)
+            if delivery is None:
+                actions = self._step(active, Output(event.instance, output))
+                delivery = next((a.delivery for a in actions if isinstance(a, Deliver)), None)
+            if delivery is not None:
+                deliveries[output.request_id] = delivery
+                self._note_delivery(active, event.instance, delivery, output.token_ids, now)
         if deliveries and self._sink is not None:
             self._sink.on_step(event.payload, deliveries)
 
     def _note_delivery(
-        self, active: Active, instance: InstanceId, delivery: Delivery, token_ids: list[int]
+        self,
+        active: Active,
+        instance: InstanceId,
+        delivery: Delivery,
+        token_ids: list[int],
+        now: float,
     ) -> None:
-        now = self._clock()
         if delivery.tokens and token_ids:
             active.timeline.note_tokens(len(token_ids), now, instance)
             self._totals.generated_tokens += len(token_ids)

@@ -94,7 +94,7 @@ def load(options: Options) -> list[Call]:
         calls = list(sessions(options.synthetic, num_sessions, options.seed))
     else:
         calls = datasets.read(options.dataset)
-    calls = _fitting(calls, options.max_context)
+    calls = fitting(calls, options.max_context)
     if calls and calls[0].arrival_s is not None:
         calls = calls[: options.requests]
         calls = replay(calls, options.rate, options.copies, options.seed)
@@ -135,8 +135,11 @@ def _check_length(calls: Sequence[Call]) -> None:
         )
 
 
-def _fitting(calls: Sequence[Call], max_context: int) -> list[Call]:
-    """Those within the context; a session ends before its first call that is not."""
+def fitting(calls: Sequence[Call], max_context: int) -> list[Call]:
+    """Those within the context; a session ends before its first call that is not.
+
+    Raises: ConfigError if none is.
+    """
     ended: set[str] = set()
     kept: list[Call] = []
     for call in calls:
