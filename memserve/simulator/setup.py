@@ -96,8 +96,9 @@ def load(options: Options) -> list[Call]:
         calls = datasets.read(options.dataset)
     calls = fitting(calls, options.max_context)
     if calls and calls[0].arrival_s is not None:
-        calls = calls[: options.requests]
-        calls = replay(calls, options.rate, options.copies, options.seed)
+        if options.requests is not None:  # of all copies together
+            calls = calls[: -(-options.requests // options.copies)]
+        calls = replay(calls, options.rate, options.copies, options.seed)[: options.requests]
     elif options.copies != 1:
         raise ConfigError("--copies", "needs a data set that says when calls arrive", "1")
     else:
