@@ -39,7 +39,8 @@ from memserve.messages import (
     encode,
 )
 from memserve.simulator import datasets, setup
-from memserve.simulator.report import Objectives, summarize
+from memserve.simulator.objectives import Objectives
+from memserve.simulator.report import summarize
 from memserve.simulator.simulation import Result, Simulation
 from memserve.simulator.workload import Call, of_crowd
 from memserve.types import InstanceId

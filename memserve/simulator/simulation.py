@@ -85,6 +85,8 @@ class Traffic(msgspec.Struct):
     transfers: dict[str, int] = {}
     """By direction: `forward`, `back`, `fetch`."""
     bytes: dict[str, int] = {}
+    moved: list[tuple[float, int]] = []
+    """When, and how many bytes, of all directions."""
     evicted_blocks: int = 0
 
 
@@ -304,6 +306,7 @@ class Simulation:
                 traffic = self._traffic
                 traffic.transfers[direction] = traffic.transfers.get(direction, 0) + 1
                 traffic.bytes[direction] = traffic.bytes.get(direction, 0) + event.size_bytes
+                traffic.moved.append((self._queue.now(), event.size_bytes))
             case CacheChanged():
                 for change in event.changes:
                     if isinstance(change, Evicted):
