@@ -1,14 +1,17 @@
 """What a running cluster takes for single requests and fixed batches, as its own timelines say.
 
 Collaborator: `simulator_check.py`, which fits the cost model to it. A cluster of mode 1P1D-CC that
-has nothing else to do; every prompt is new.
+has nothing else to do; every prompt is new. What an instance's thread waited for a processor that
+others had, as the kernel counts it (`/proc/PID/schedstat`), is taken off.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -28,7 +31,7 @@ class Probe(msgspec.Struct, frozen=True):
     """What was found at one time."""
 
     prefills: list[PrefillSample]
-    """From being placed to the first token, without the messages between: every repeat."""
+    """From being placed to the first token, without the messages: every repeat."""
     decodes: list[DecodeSample]
     links: list[LinkSample]
     messages_s: list[float]
@@ -48,13 +51,21 @@ class Points(msgspec.Struct, frozen=True):
     repeats: int = 2
 
 
-async def probe(url: str, points: Points) -> Probe:
+async def probe(url: str, points: Points, meter: Meter) -> Probe:
     """Measure everything once."""
     links: list[LinkSample] = []
     messages: list[float] = []
-    decodes = [await _decode(url, *point, points.link, links, messages) for point in points.decodes]
-    prefills, front_end = await _prefills(url, points, statistics.median(messages))
-    return Probe(prefills, [one for one in decodes if one is not None], links, messages, front_end)
+    decodes = []
+    for count, tokens in points.decodes:
+        meter.lap()
+        found, message_s = await _decode(url, count, tokens, points.link, links)
+        spent = meter.lap()
+        messages.append(message_s / spent["orchestrator"].slowdown)
+        if found is not None:
+            took = found.seconds / spent["D0"].slowdown
+            decodes.append(msgspec.structs.replace(found, seconds=took))
+    prefills, front_end = await _prefills(url, points, statistics.median(messages), meter)
+    return Probe(prefills, decodes, links, messages, front_end)
 
 
 async def warm_up(url: str, tokens: int) -> None:
@@ -91,7 +102,7 @@ def _at(step: dict[str, object]) -> float:
 
 
 async def _prefills(
-    url: str, points: Points, message_s: float
+    url: str, points: Points, message_s: float, meter: Meter
 ) -> tuple[list[PrefillSample], list[float]]:
     samples: list[PrefillSample] = []
     outside: list[float] = []
@@ -103,20 +114,25 @@ async def _prefills(
                 head = (Piece(key_of(name, "head"), cached),)
                 # one token more than the blocks that are to be found
                 await one(url, _call((name, "before"), cached + 1, 1, head))
+            meter.lap()
             answer = await one(url, _call(name, tokens, 1, head))
+            spent = meter.lap()
             steps = _firsts(url, answer)
-            took = _at(steps["first token"]) - _at(steps["placed"]) - 2 * message_s
+            took = _at(steps["first token"]) - _at(steps["placed"])
+            took -= 2 * message_s + spent["P0"].waited_s
             samples.append(PrefillSample(tokens, cached, took))
-            outside.append((answer.outcome.ttft_s or 0.0) - _at(steps["first token"]))
+            rest_s = (answer.outcome.ttft_s or 0.0) - _at(steps["first token"])
+            outside.append(rest_s / spent["orchestrator"].slowdown)
     return samples, outside
 
 
 async def _decode(
-    url: str, count: int, tokens: int, link: str, links: list[LinkSample], messages: list[float]
-) -> DecodeSample | None:
-    """The mean gap between tokens while the whole batch decodes; None if it never did.
+    url: str, count: int, tokens: int, link: str, links: list[LinkSample]
+) -> tuple[DecodeSample | None, float]:
+    """The mean gap between tokens while the whole batch decodes (None if it never did), and the
+    time of a message.
 
-    Mutates `links` and `messages`: what the first hand-over of the batch shows.
+    Mutates `links`: what the first hand-over of the batch shows.
     """
     name = ("decode", count, tokens, time.time_ns())
     reply = DECODE_TOKENS + MORE_FOR_EACH * count
@@ -126,7 +142,7 @@ async def _decode(
     ]
     answers = await play(url, calls)
     steps = min((_firsts(url, answer) for answer in answers), key=lambda s: _at(s["allocated"]))
-    messages.append((_at(steps["allocated"]) - _at(steps["started"])) / 2)
+    message_s = (_at(steps["allocated"]) - _at(steps["started"])) / 2
     sent = steps["sent"]["detail"]
     assert isinstance(sent, dict)
     links.append(LinkSample(link, sent["bytes"], sent["seconds"]))
@@ -139,8 +155,9 @@ async def _decode(
         if earlier >= begin and later <= end
     ]
     if len(gaps) < count * 4:
-        return None
-    return DecodeSample(count, count * (tokens + reply // 2), statistics.mean(gaps))
+        return None, message_s
+    context = count * (tokens + reply // 2)
+    return DecodeSample(count, context, statistics.mean(gaps)), message_s
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -179,30 +196,42 @@ def _median(parts: Iterable[list[float]]) -> float:
     return statistics.median(value for part in parts for value in part)
 
 
+class Spent(msgspec.Struct, frozen=True):
+    """Of a process's main thread."""
+
+    ran_s: float
+    """On a processor."""
+    waited_s: float
+    """For one, since others had them all."""
+
+    @property
+    def slowdown(self) -> float:
+        """By how much it took longer than it would have alone."""
+        return 1 + self.waited_s / self.ran_s if self.ran_s else 1.0
+
+
 class Meter:
-    """Processor time of a server's processes and this one, and of everybody else."""
+    """What a server's processes and this one get of the processors."""
 
     def __init__(self, url: str) -> None:
-        workers = {
-            str(found["id"]): psutil.Process(found["pid"])
-            for found in get(f"{url}/v1/status")["instances"]
+        instances = get(f"{url}/v1/status")["instances"]
+        self._pids = {str(found["id"]): int(found["pid"]) for found in instances}
+        orchestrator = psutil.Process(instances[0]["pid"]).parents()[1]
+        self._pids |= {"orchestrator": orchestrator.pid, "client": os.getpid()}
+        self._last = self._read()
+
+    def _read(self) -> dict[str, tuple[int, int]]:
+        texts = {
+            name: Path(f"/proc/{pid}/schedstat").read_text("ascii").split()
+            for name, pid in self._pids.items()
         }
-        orchestrator = next(iter(workers.values())).parents()[1]
-        self._processes = {**workers, "orchestrator": orchestrator, "client": psutil.Process()}
-        self._cores = psutil.cpu_count() or 1
-        self._begun, self._last = time.perf_counter(), self._read()
+        return {name: (int(ran), int(waited)) for name, (ran, waited, _) in texts.items()}
 
-    def _read(self) -> dict[str, float]:
-        own = {name: sum(p.cpu_times()[:2]) for name, p in self._processes.items()}
-        everybody = psutil.cpu_times()
-        busy = sum(everybody) - everybody.idle - getattr(everybody, "iowait", 0.0)
-        busy -= getattr(everybody, "guest", 0.0) + getattr(everybody, "guest_nice", 0.0)
-        return {**own, "others": busy - sum(own.values())}
-
-    def lap(self) -> dict[str, float]:
-        """Seconds of each since the last call; `others` as a share of all cores."""
-        now, read = time.perf_counter(), self._read()
-        spent = {name: read[name] - self._last[name] for name in read}
-        spent["others"] /= (now - self._begun) * self._cores
-        self._begun, self._last = now, read
-        return spent
+    def lap(self) -> dict[str, Spent]:
+        """Of each since the last call."""
+        read, last = self._read(), self._last
+        self._last = read
+        return {
+            name: Spent((ran - last[name][0]) / 1e9, (waited - last[name][1]) / 1e9)
+            for name, (ran, waited) in read.items()
+        }

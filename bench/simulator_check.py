@@ -11,9 +11,9 @@ the two probes around a load, and the load runs through `memserve/simulator` wit
 means over the requests of real and simulated loads are compared. A load's rate comes from a
 simulation too: the one at which the instance in question is busy for that share of the time.
 
-Nothing here is fitted to a load. While a load runs, other processes may want the processor: their
-share is measured, and loads with more than `--quiet` of it are shown, but not counted, as long as
-there are others of their kind. With `--replay`, the loads that an earlier run measured are
+Nothing here is fitted to what a load took. What other processes do to it the kernel measures: how
+long each instance, and the orchestrator, waited for a processor while it wanted to run. Simulated
+ones are slowed down by the same factor. With `--replay`, the loads that an earlier run measured are
 simulated once more.
 """
 
@@ -23,14 +23,14 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from bench._load import Answer, play
-from bench._probes import Costs, Meter, Points, Probe, fit, probe, steps_of, warm_up
+from bench._probes import Costs, Meter, Points, Probe, Spent, fit, probe, steps_of, warm_up
 from bench._report import Scalar, parser, publish
 from bench._serve import get, pin_instances, serving
 from memserve import profiles
@@ -42,6 +42,7 @@ from memserve.simulator import report, setup
 from memserve.simulator.simulation import Outcome, Result, Simulation
 from memserve.simulator.synthetic import Shape, sessions
 from memserve.simulator.workload import Call, Piece, poisson
+from memserve.types import InstanceId
 
 MODE = "1P1D-CC"
 SCHEDULER = {"scheduler.split": "always"}
@@ -124,8 +125,8 @@ class Load(msgspec.Struct, frozen=True):
     outcomes: list[Outcome]
     timelines: list[list[dict[str, Any]]]
     """Of each request that did not fail, as the server tells it."""
-    seconds: dict[str, float]
-    """Processor time by process; `others`: the share of all cores that went elsewhere."""
+    spent: dict[str, Spent]
+    """By process."""
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -139,8 +140,6 @@ class Measured(msgspec.Struct, frozen=True):
     pinned: dict[str, int]
     probes: list[Probe]
     """One before each load, and one after the last."""
-    disturbances: list[float]
-    """Others' share of the cores during each of them."""
     loads: list[Load]
 
 
@@ -156,17 +155,16 @@ def main() -> None:
             run = msgspec.structs.replace(run, base=base)
     else:
         run = asyncio.run(measure(machine, base or builtin_of(machine, args.model), args))
-    costs = [costs_of(run, number, args.quiet) for number in range(len(run.loads))]
+    costs = [fit(run.base, pair) for pair in zip(run.probes, run.probes[1:], strict=False)]
     results = [simulate(run, *pair) for pair in zip(costs, run.loads, strict=True)]
-    rows = [row(*pair, args.quiet) for pair in zip(run.loads, results, strict=True)]
-    levels = [level(run.loads, results, each, args.quiet) for each in machine.utilisations]
+    rows = [row(*pair) for pair in zip(run.loads, results, strict=True)]
+    levels = [level(run.loads, results, each) for each in machine.utilisations]
     publish(
         "simulator_check",
         settings={
             "mode": MODE,
             "machine": msgspec.to_builtins(machine),
             "pinned": run.pinned,
-            "quiet": args.quiet,
             "replayed": args.replay and args.replay.name,
         },
         metrics={
@@ -192,7 +190,6 @@ def _arguments() -> argparse.Namespace:
     arguments.add_argument("--model", help="as `memserve up --model`")
     arguments.add_argument("--profile", type=Path, metavar="FILE", help="of `memserve calibrate`")
     arguments.add_argument("--budget-s", type=float, default=200.0, help="for probes and loads")
-    arguments.add_argument("--quiet", type=float, default=0.05, help="others' share of the cores")
     arguments.add_argument("--replay", type=Path, metavar="FILE", help="a result of this script")
     return arguments.parse_args()
 
@@ -231,7 +228,6 @@ async def measure(machine: Machine, base: Profile, args: argparse.Namespace) -> 
             block_size=int(machine.settings.get("engine.block_size", 16)),
             pinned=pinned,
             probes=[],
-            disturbances=[],
             loads=[],
         )
         meter = Meter(url)
@@ -250,9 +246,7 @@ async def measure(machine: Machine, base: Profile, args: argparse.Namespace) -> 
 
 async def probe_once(url: str, machine: Machine, run: Measured, meter: Meter) -> None:
     """Mutates `run`."""
-    meter.lap()
-    run.probes.append(await probe(url, machine.points))
-    run.disturbances.append(meter.lap()["others"])
+    run.probes.append(await probe(url, machine.points, meter))
 
 
 async def one_load(
@@ -271,7 +265,7 @@ async def one_load(
         calls=[_stored(call) for call in calls],
         outcomes=[answer.outcome for answer in answers],
         timelines=[_timeline(url, answer) for answer in answers if answer.outcome.error is None],
-        seconds=spent,
+        spent=spent,
     )
 
 
@@ -303,33 +297,30 @@ def rate_for(machine: Machine, run: Measured, utilisation: float, seed: int) -> 
     return (low + high) / 2
 
 
-def costs_of(run: Measured, number: int, quiet: float) -> Costs:
-    """For a load: from the probes around it, or from all that were not disturbed if these were."""
-    around = range(number, number + 2)
-    calm = [n for n, others in enumerate(run.disturbances) if others <= quiet]
-    chosen = [n for n in around if n in calm] or calm or around
-    return fit(run.base, [run.probes[n] for n in chosen])
-
-
 # ── the simulated ones ────────────────────────────────────────────────────────────────────────
 
 
 def simulate(run: Measured, costs: Costs, load: Load) -> Result:
-    """The same load."""
-    return _simulate(run, costs, [_call_of(stored) for stored in load.calls])
+    """The same load, on processors that are shared in the same way."""
+    return _simulate(run, costs, [_call_of(stored) for stored in load.calls], load.spent)
 
 
-def _simulate(run: Measured, costs: Costs, calls: Sequence[Call]) -> Result:
+def _simulate(
+    run: Measured, costs: Costs, calls: Sequence[Call], spent: Mapping[str, Spent] | None = None
+) -> Result:
+    slowdowns = {InstanceId(name): found.slowdown for name, found in (spent or {}).items()}
+    hub_slowdown = slowdowns.get(InstanceId("orchestrator"), 1.0)
     options = setup.Options(
         mode=MODE,
         blocks=run.blocks,
         block_size=run.block_size,
-        message_s=costs.message_s,
-        front_end_s=costs.front_end_s,
+        message_s=costs.message_s * hub_slowdown,
+        front_end_s=costs.front_end_s * hub_slowdown,
     )
     model = CostModel(costs.profile)
     config = msgspec.structs.replace(Config(), scheduler=SchedulerConfig(split="always"))
     cluster = setup.cluster(options, config, model, calls)
+    cluster = msgspec.structs.replace(cluster, slowdowns=slowdowns)
     return Simulation(cluster, calls, model, time.perf_counter).run()
 
 
@@ -352,34 +343,29 @@ def _call_of(stored: dict[str, Any]) -> Call:
 # ── both ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def row(load: Load, result: Result, quiet: float) -> dict[str, Scalar]:
+def row(load: Load, result: Result) -> dict[str, Scalar]:
     """One load: means, errors, and the seconds for which the engines computed."""
-    others = load.seconds["others"]
-    busy = {name: share * result.duration_s for name, share in result.busy.items()}
-    return {
-        "load": f"{load.utilisation:.0%}{'' if others <= quiet else ', disturbed'}",
-        "requests/s": load.rate,
-        **compare(load.outcomes, result.outcomes),
-        **{f"{name} processor, s": load.seconds[name] for name in busy},
-        **{f"{name} simulated, s": seconds for name, seconds in busy.items()},
-        "others": others,
-        "failed": sum(outcome.error is not None for outcome in load.outcomes),
-    }
+    found: dict[str, Scalar] = {"load": f"{load.utilisation:.0%}", "requests/s": load.rate}
+    found |= compare(load.outcomes, result.outcomes)
+    for name, share in result.busy.items():
+        spent = load.spent[name]
+        found[f"{name} ran, s"] = spent.ran_s
+        found[f"{name} simulated, s"] = share * result.duration_s / spent.slowdown
+        found[f"{name} slowdown"] = spent.slowdown
+    found["failed"] = sum(outcome.error is not None for outcome in load.outcomes)
+    return found
 
 
 def level(
-    loads: Sequence[Load], results: Sequence[Result], utilisation: float, quiet: float
+    loads: Sequence[Load], results: Sequence[Result], utilisation: float
 ) -> dict[str, Scalar]:
-    """All loads of one utilisation: those that were not disturbed, if there are any."""
+    """All loads of one utilisation together."""
     pairs = [
         pair for pair in zip(loads, results, strict=True) if pair[0].utilisation == utilisation
     ]
-    calm = [pair for pair in pairs if pair[0].seconds["others"] <= quiet]
-    chosen = calm or pairs
-    real = [outcome for load, _ in chosen for outcome in load.outcomes]
-    simulated = [outcome for _, result in chosen for outcome in result.outcomes]
-    name = f"{utilisation:.0%}, all {len(chosen)}{'' if calm else ', disturbed'}"
-    return {"load": name, **compare(real, simulated)}
+    real = [outcome for load, _ in pairs for outcome in load.outcomes]
+    simulated = [outcome for _, result in pairs for outcome in result.outcomes]
+    return {"load": f"{utilisation:.0%}, all {len(pairs)}", **compare(real, simulated)}
 
 
 def compare(real: Sequence[Outcome], simulated: Sequence[Outcome]) -> dict[str, float]:
@@ -402,10 +388,10 @@ def shown(found: dict[str, Scalar]) -> dict[str, Scalar]:
         real, simulated = found[f"{name}, ms"], found[f"simulated {name}, ms"]
         cells[f"{name}, ms"] = f"{real:.1f} → {simulated:.1f}, {found[f'{name} error, %']:+.1f}%"
     for name in ("P0", "D0"):
-        if f"{name} processor, s" in found:
-            real, simulated = found[f"{name} processor, s"], found[f"{name} simulated, s"]
-            cells[f"{name}, s"] = f"{real:.1f} → {simulated:.1f}"
-    cells |= {name: found.get(name) for name in ("others", "failed")}
+        if f"{name} ran, s" in found:
+            real, simulated = found[f"{name} ran, s"], found[f"{name} simulated, s"]
+            cells[f"{name}, s"] = f"{real:.1f} → {simulated:.1f} (×{found[f'{name} slowdown']:.2f})"
+    cells["failed"] = found.get("failed")
     return cells
 
 

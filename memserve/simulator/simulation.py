@@ -42,7 +42,9 @@ class Setup(msgspec.Struct, frozen=True):
     message_s: float
     """From the scheduler to an instance, and back."""
     front_end_s: float
-    """From a client to the scheduler: HTTP, template, tokenizer; and half of it back."""
+    """From a client to the scheduler and back: HTTP, template, tokenizer."""
+    slowdowns: Mapping[InstanceId, float] = {}
+    """Instances whose steps take so many times as long as the costs say; others: 1."""
 
 
 class Outcome(msgspec.Struct):
@@ -155,6 +157,7 @@ class Simulation:
                 self._queue,
                 partial(self._emit, seat),
                 self._workers,
+                setup.slowdowns.get(instance, 1.0),
             )
         self._sessions: dict[str, _Session] = {}
         self._outcomes: dict[RequestId, Outcome] = {}
