@@ -87,9 +87,6 @@ class GlobalScheduler:
         self._cost = cost
         self._members = Members(self._roles, cost, settings.max_running, settings.max_queued_tokens)
         self._placer = Placer(settings, cost, self._roles, self._members)
-        self._hopeless: set[InstanceId] = set()
-        self._is_possible = self._placer.can_place(self._roles)
-        """Whether those that are there, or will come back, could serve a request."""
         self._caches: Caches | None = None
         self._limits: Limits | None = None
         self._requests: dict[RequestId, Active] = {}
@@ -120,7 +117,7 @@ class GlobalScheduler:
         """
         if self._is_closing:
             raise UnavailableError("the server is shutting down")
-        if self._limits is None or not self._is_possible:
+        if self._limits is None or not self._placer.is_possible:
             raise UnavailableError("no instance can serve requests now")
         now = self._clock()
         if self._queue.is_full and not self._placer.has_room():
@@ -188,7 +185,7 @@ class GlobalScheduler:
     def instance_ready(self, seat: Seat) -> None:
         """The instance can take requests; its links are open."""
         self._members.add(seat, self._roles[seat.instance])
-        self._set_hopeless(self._hopeless - {seat.instance})
+        self._placer.expect(seat.instance, True)
         self._admit()
 
     def instance_lost(self, seat: Seat, *, returns: bool) -> None:
@@ -196,24 +193,17 @@ class GlobalScheduler:
 
         `returns`: it is being started again; requests may wait for it.
         """
-        if not returns:
-            self._set_hopeless(self._hopeless | {seat.instance})
+        self._placer.expect(seat.instance, returns)
         self._members.remove(seat)
         if self._caches is not None:
             self._caches.lost(seat.instance)
         self._traffic.lost(seat.instance)
         for active in list(self._requests.values()):
             self._step(active, InstanceLost(seat))
-        if not self._is_possible:
+        if not self._placer.is_possible:
             error = UnavailableError("no instance is left that could serve it")
             self._refuse(self._queue.waiting(), error)
         self._admit()
-
-    def _set_hopeless(self, instances: set[InstanceId]) -> None:
-        """Those that will not come back."""
-        if instances != self._hopeless:
-            self._hopeless = instances
-            self._is_possible = self._placer.can_place(self._roles.keys() - instances)
 
     def on_event(
         self, seat: Seat, event: WorkerEvent | Tokens | CacheChanged | CacheSnapshot
