@@ -221,11 +221,7 @@ class Meter:
         self._last = self._read()
 
     def _read(self) -> dict[str, tuple[int, int]]:
-        texts = {
-            name: Path(f"/proc/{pid}/schedstat").read_text("ascii").split()
-            for name, pid in self._pids.items()
-        }
-        return {name: (int(ran), int(waited)) for name, (ran, waited, _) in texts.items()}
+        return {name: _schedstat(pid) for name, pid in self._pids.items()}
 
     def lap(self) -> dict[str, Spent]:
         """Of each since the last call."""
@@ -235,3 +231,12 @@ class Meter:
             name: Spent((ran - last[name][0]) / 1e9, (waited - last[name][1]) / 1e9)
             for name, (ran, waited) in read.items()
         }
+
+
+def _schedstat(pid: int) -> tuple[int, int]:
+    """Nanoseconds on a processor, and waiting for one; zeros where the kernel does not tell."""
+    try:
+        ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text("ascii").split()
+    except (OSError, ValueError):
+        return 0, 0
+    return int(ran), int(waited)
