@@ -262,7 +262,7 @@ async def one_load(
     return Load(
         utilisation=utilisation,
         rate=rate,
-        calls=[_stored(call) for call in calls],
+        calls=[stored(call) for call in calls],
         outcomes=[answer.outcome for answer in answers],
         timelines=[_timeline(url, answer) for answer in answers if answer.outcome.error is None],
         spent=spent,
@@ -302,7 +302,7 @@ def rate_for(machine: Machine, run: Measured, utilisation: float, seed: int) -> 
 
 def simulate(run: Measured, costs: Costs, load: Load) -> Result:
     """The same load, on processors that are shared in the same way."""
-    return _simulate(run, costs, [_call_of(stored) for stored in load.calls], load.spent)
+    return _simulate(run, costs, [_call_of(found) for found in load.calls], load.spent)
 
 
 def _simulate(
@@ -324,7 +324,8 @@ def _simulate(
     return Simulation(cluster, calls, model, time.perf_counter).run()
 
 
-def _stored(call: Call) -> dict[str, Any]:
+def stored(call: Call) -> dict[str, Any]:
+    """A call as JSON: its pieces by name and length."""
     pieces = [piece for piece in call.prompt if isinstance(piece, Piece)]
     assert len(pieces) == len(call.prompt), "a synthetic load has no literal tokens"
     return {
@@ -335,9 +336,9 @@ def _stored(call: Call) -> dict[str, Any]:
     }
 
 
-def _call_of(stored: dict[str, Any]) -> Call:
-    prompt = tuple(Piece(*piece) for piece in stored["prompt"])
-    return Call(stored["session"], prompt, Piece(*stored["reply"]), stored["arrival_s"])
+def _call_of(found: dict[str, Any]) -> Call:
+    prompt = tuple(Piece(*piece) for piece in found["prompt"])
+    return Call(found["session"], prompt, Piece(*found["reply"]), found["arrival_s"])
 
 
 # ── both ──────────────────────────────────────────────────────────────────────────────────────
