@@ -209,12 +209,12 @@ class GlobalScheduler:
         self, seat: Seat, event: WorkerEvent | Tokens | CacheChanged | CacheSnapshot
     ) -> None:
         """One event of a living instance."""
-        if isinstance(event, CacheChanged | CacheSnapshot):
+        if isinstance(event, Tokens):  # by far the most
+            self._on_tokens(event)
+        elif isinstance(event, CacheChanged | CacheSnapshot):
             if self._caches is not None:
                 self._caches.on_event(seat, event)
             return
-        if isinstance(event, Tokens):
-            self._on_tokens(event)
         else:
             if isinstance(event, Sent | TransmitFailed):
                 self._traffic.answered(event)
