@@ -77,6 +77,14 @@ class Placer:
         self._cost = cost
         self._roles = roles
         self._members = members
+        self._hopeless: set[InstanceId] = set()
+        self.is_possible = self.can_place(roles)
+        """Whether those that are there, or will come back, could serve a request."""
+
+    def expect(self, instance: InstanceId, comes: bool) -> None:
+        """An instance is there, or will be again; or it will not."""
+        (self._hopeless.discard if comes else self._hopeless.add)(instance)
+        self.is_possible = self.can_place(self._roles.keys() - self._hopeless)
 
     def can_place(self, instances: Collection[InstanceId]) -> bool:
         """Whether these instances could serve a request."""
