@@ -314,6 +314,13 @@ def test_refused(
             "'shm' does not reach the memory of device cuda.*auto, ipc",
         ),
         (0, "cpu", "transfer.link=ipc", "'ipc' does not reach the memory of device cpu.*auto, shm"),
+        (0, "cpu", "transfer.link=nccl", "'nccl' does not reach the memory of .*auto, shm$"),
+        (
+            1,
+            "cuda",
+            "transfer.link=nccl",
+            "NCCL cannot join P0 and D0, which share GPU 0; allowed: auto, ipc$",
+        ),
     ],
 )
 def test_values_that_do_not_fit_the_device(
@@ -322,6 +329,11 @@ def test_values_that_do_not_fit_the_device(
     machine(gpus, engine)
     with pytest.raises(ConfigError, match=words):
         _set(assignment)
+
+
+def test_nccl_between_instances_with_gpus_of_their_own(machine: Machine) -> None:
+    machine(2, "cuda")
+    assert _set("transfer.link=nccl").transfer.link == "nccl"
 
 
 @pytest.mark.parametrize(
