@@ -91,6 +91,14 @@ class LayerLink(Link, Protocol):
         ...
 
 
+class Rank(msgspec.Struct, frozen=True):
+    """One rank of one life of an instance."""
+
+    instance: InstanceId
+    epoch: int
+    rank: int
+
+
 class RankPeer(msgspec.Struct, frozen=True):
     """One rank of a peer, as one rank of this instance writes to it: what a kind of link opens.
 

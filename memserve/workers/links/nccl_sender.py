@@ -25,8 +25,8 @@ import msgspec
 from memserve.errors import TransferError
 from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
-from memserve.types import BlockId, InstanceId, TransferId
-from memserve.workers.links.base import Completion, RankPeer
+from memserve.types import BlockId, TransferId
+from memserve.workers.links.base import Completion, Rank, RankPeer
 from memserve.workers.links.nccl_pipe import OutPipe, chunks
 from memserve.workers.links.nccl_wire import Announce, Done, Hello, Refusal, Welcome, Wire
 from memserve.workers.links.nccl_worker import ClosingError, LinkThread, Machinery
@@ -39,14 +39,6 @@ _WARM_UP = TransferId("")
 """Nobody else's, and completes for nobody."""
 _WARM_BLOCK = BlockId(0)
 """vLLM's null block: it stands in for blocks that are not needed, and nobody reads it."""
-
-
-class Rank(msgspec.Struct, frozen=True):
-    """One rank of one life of an instance."""
-
-    instance: InstanceId
-    epoch: int
-    rank: int
 
 
 class Job(msgspec.Struct):
