@@ -473,11 +473,8 @@ class Cluster:
 
 def _copied(lifecycle: RequestLifecycle) -> RequestLifecycle:
     """Shares nothing with it that changes."""
-    other = copy.copy(lifecycle)
-    vars(other).update(
-        {name: copy.copy(vars(lifecycle)[name]) for name in ("generated", "_known", "_transfer")}
-    )
-    return other
+    shared = (lifecycle.spec, lifecycle.plan)
+    return copy.deepcopy(lifecycle, {id(part): part for part in shared})
 
 
 def _request_of(event: AnyEvent) -> RequestId:
