@@ -29,7 +29,7 @@ from memserve.workers.links.nccl_wire import Pieces
 
 CHUNK_BYTES = 64 << 20
 """170 µs at NVLink's speed, in which the host can queue the next one. A longer chunk shows in the
-gather and the scatter at the ends, which nothing overlaps. See `bench/fig11_transfer.py --sweep`."""
+gather and the scatter at the ends, which nothing overlaps. `bench/fig11_transfer.py --sweep`."""
 NUM_SLOTS = 3
 """Staging buffers: one that is filled, one on the way, and one for whoever is late."""
 
