@@ -20,12 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve.errors import StartError, TransferError
+from memserve.ops.blocks import library_for
 from memserve.ops.nccl import ID_BYTES, NcclFabric
 from memserve.ops.views import PageOrder, head_rows
 from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
 from memserve.workers.links.base import Rank, RankPeer
 from memserve.workers.links.nccl import NcclEndpoint, NcclLink
-from memserve.workers.links.nccl_pipe import NUM_SLOTS
+from memserve.workers.links.nccl_pipe import NUM_SLOTS, CudaGpu
 from memserve.workers.links.nccl_wire import (
     Announce,
     Done,
@@ -93,6 +94,7 @@ def make_end(folder: Path) -> Iterator[EndMaker]:
     for end in ends:
         end.close()
         assert end.fake.num_joined == end.fake.num_aborted
+        assert end.gpu.num_streams == 0
     assert [t.name for t in threading.enumerate() if t.name.startswith("nccl")] == []
     assert list(folder.iterdir()) == []
 
@@ -512,6 +514,23 @@ def test_frames_arrive_whole_and_in_order_however_they_are_cut() -> None:
 
 
 # ── NCCL itself, where it is installed ────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+def test_streams_of_a_gpu_belong_to_one_user() -> None:
+    device = torch.device("cuda", 0)
+    gpu = CudaGpu(device, library_for(device))
+    gpu.enter()
+    streams = [gpu.stream() for _ in range(40)]  # torch has 32
+    assert len({stream.cuda_stream for stream in streams}) == 40
+    memory = gpu.staging(1 << 20)
+    with torch.cuda.stream(streams[0]):
+        memory.fill_(7)
+    streams[1].wait_event(streams[0].record_event())
+    streams[1].record_event().synchronize()
+    assert bool((memory == 7).all())
+    for stream in streams:
+        gpu.give_back(stream)
 
 
 @pytest.mark.gpu

@@ -115,10 +115,19 @@ class FakeGpu:
         self._streams.append(FakeStream(self))
         return self._streams[-1]
 
+    def give_back(self, stream: Any) -> None:
+        assert not stream.num_queued
+        self._streams.remove(stream)
+
+    @property
+    def num_streams(self) -> int:
+        """That nobody has given back."""
+        return len(self._streams)
+
     @property
     def num_queued(self) -> int:
         """Pieces that have not run."""
-        return sum(stream.num_queued for stream in self._streams)
+        return sum(stream.num_queued for stream in list(self._streams))
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         return torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # a GPU does not zero it either

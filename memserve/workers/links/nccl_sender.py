@@ -27,7 +27,7 @@ from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
 from memserve.types import BlockId, TransferId
 from memserve.workers.links.base import Completion, Rank, RankPeer
-from memserve.workers.links.nccl_pipe import OutPipe, chunks
+from memserve.workers.links.nccl_pipe import OutPipe
 from memserve.workers.links.nccl_wire import Announce, Done, Hello, Refusal, Welcome, Wire
 from memserve.workers.links.nccl_worker import ClosingError, LinkThread, Machinery
 
@@ -217,10 +217,12 @@ class Sender(LinkThread):
         self._pending[self._number] = job
         self._wire.send(Announce(self._number, list(job.target_ids)))
         ahead, stall_s = self._settings.chunks_ahead, self._settings.stall_s
-        for ids in chunks(job.source_ids, self._chunk_blocks):
-            self._until(lambda: pipe.num_under_way < ahead, stall_s, "the chunks before")
-            for _ in pipe.chunk(ids):
-                self._until(communicator.progress, stall_s, "a chunk's launch")
+        for _ in pipe.transfer(job.source_ids):
+            self._until(
+                lambda: communicator.progress() and pipe.num_under_way < ahead,
+                stall_s,
+                "the chunks before",
+            )
         self._progress_at = self._clock()
 
     def _look(self) -> None:
