@@ -157,7 +157,7 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--model", type=Path, required=True, help="the folder of SmolLM2")
     options.add_argument("--pairs", nargs="+", default=list(PAIRS))
-    options.add_argument("--max-seconds", type=float, default=290.0)
+    options.add_argument("--max-seconds", type=float, default=480.0)
     options.add_argument("--graphs", action="store_true", help="compile, and capture graphs")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = options.parse_args()

@@ -22,6 +22,7 @@ import msgspec
 import vllm
 from torch.distributed import distributed_c10d
 from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -121,6 +122,8 @@ def make_config(
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     if tp > 1:  # the CPU platform has asked for spawning: slow, and without the host
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        if current_platform.is_cpu() and len(os.sched_getaffinity(0)) < 2 * tp:
+            _let_ranks_sleep()
     return config
 
 
@@ -165,6 +168,15 @@ def _allow_block_first_on_cpu() -> None:
     """
     layouts = (_LAYER_FIRST, _BLOCK_FIRST)
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)
+
+
+def _let_ranks_sleep() -> None:
+    """Have ranks on the CPU add up their results by torch's own means.
+
+    vLLM's spin on shared memory, which takes a core for each: with fewer, every sum waits for
+    the others' time slices.
+    """
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def check_kv_groups(config: KVCacheConfig) -> None:

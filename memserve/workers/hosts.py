@@ -238,6 +238,7 @@ class RankedKvHost(_LoopHost):
         except StartError as error:
             put(connection, Failed(str(error)))
             raise
+        _unlink_shared_memory()
         agent = RankAgent(connection, memory.openers(geometry, self._style))
         joined = Joined(os.getpid(), geometry, memory.addresses, self.asked_for_memory_at)
         put(connection, joined)
@@ -328,6 +329,17 @@ def _require_own_memory(memory: KvMemory, kv_caches: dict[str, torch.Tensor]) ->
     storage = next(iter(kv_caches.values())).untyped_storage()
     if memory.tensor is None or storage.data_ptr() != memory.tensor.data_ptr():
         raise StartError("vLLM did not take the KV cache's memory from the shared buffer")
+
+
+def _unlink_shared_memory() -> None:
+    """Take away the names of the memory through which vLLM's ranks on a CPU add up their results.
+
+    All ranks have mapped it by the time at which the KV cache is made. vLLM removes the names when
+    it ends in order; a rank that is killed would leave them behind.
+    """
+    if (name := os.environ.get("VLLM_DIST_IDENT")) is not None:
+        for path in Path("/dev/shm").glob(f"{name}-*"):
+            path.unlink(missing_ok=True)
 
 
 def _end_with_rank(rank: int) -> None:

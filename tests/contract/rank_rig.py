@@ -1,4 +1,5 @@
-"""Instances of several ranks in one process: real memory and links, agents in threads.
+"""Instances of several ranks in one process: real links, agents in threads, memory real or a GPU's
+that is a fake.
 
 The model's KV is one random array over all heads; each rank's buffer holds its part of it, laid out
 as its geometry says. So what has arrived is compared with the array and not with a sender. No vLLM.
@@ -10,21 +11,26 @@ import threading
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from memserve.core.head_split import heads_of_rank
 from memserve.messages import PeerJoined
 from memserve.types import BlockId, Geometry, InstanceId
+from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.kv_memory import Openers
 from memserve.workers.kvbuffer import KvBuffer
-from memserve.workers.links.base import Link
+from memserve.workers.links.base import Link, RankPeer
 from memserve.workers.links.choice import LinkChoice, open_here
-from memserve.workers.links.heads import Route
+from memserve.workers.links.heads import Route, rows_of
+from memserve.workers.links.ipc import NUM_STREAMS, IpcLink
 from memserve.workers.links.shm import KIND, open_shm
 from memserve.workers.rank_agent import RankAgent
 from memserve.workers.rank_group import RankGroup
+from tests.contract.gpu_rig import FakeDevice, FakeOps, FakeStream, Host
 from tests.contract.link_rig import BLOCK_SIZE, NUM_LAYERS, buffer_bytes, geometry
 
 HEAD_BYTES = 4
@@ -51,7 +57,9 @@ class Ranks:
         layout: str = "block_first",
         page_order: str = "HNC",
         num_blocks: int = 17,
+        host: Host | None = None,
     ) -> None:
+        """`host`: whose fake GPUs have the memory; None: it is shared memory, and real."""
         self.total_heads = total_heads
         self.tp = tp
         heads = len(heads_of_rank(total_heads, tp, 0))
@@ -74,7 +82,12 @@ class Ranks:
             )
             for rank in range(tp)
         ]
-        self.buffers = [KvBuffer.create(buffer_bytes(one)) for one in self.geometries]
+        sizes = [buffer_bytes(one) for one in self.geometries]
+        self._host = host
+        self._buffers: list[KvBuffer | GpuBuffer] = [
+            KvBuffer.create(size) if host is None else GpuBuffer(FakeDevice(host), size)
+            for size in sizes
+        ]
         self._agents: list[threading.Thread] = []
         self._groups: list[RankGroup] = []
 
@@ -88,7 +101,7 @@ class Ranks:
         by_token = (HEAD_BYTES, heads * HEAD_BYTES)
         by_head = (BLOCK_SIZE * HEAD_BYTES, HEAD_BYTES)
         view: Bytes = np.lib.stride_tricks.as_strided(
-            self.buffers[rank].array,
+            self._buffers[rank].tensor.view(torch.uint8).numpy(),
             (of.num_blocks, NUM_LAYERS, heads, BLOCK_SIZE, HEAD_BYTES),
             (of.block_stride, layer_step, *(by_token if self._order == "NHC" else by_head), 1),
         )
@@ -120,7 +133,7 @@ class Ranks:
             peer=InstanceId("D0"),
             peer_epoch=1,
             geometry=self.geometries[0],
-            addresses={KIND: tuple(buffer.address for buffer in self.buffers)},
+            addresses={KIND: tuple(buffer.address for buffer in self._buffers)},
         )
 
     def link_to(self, peer: Ranks) -> Link:
@@ -142,8 +155,25 @@ class Ranks:
         return self._groups[-1]
 
     def _openers(self, rank: int) -> Openers:
-        buffer, of = self.buffers[rank], self.geometries[rank]
-        return {KIND: lambda peer: open_shm(buffer, of, peer)}
+        buffer, of = self._buffers[rank], self.geometries[rank]
+        if isinstance(buffer, KvBuffer):
+            return {KIND: lambda peer: open_shm(buffer, of, peer)}
+        assert self._host is not None
+        device = FakeDevice(self._host)
+
+        def open_on_fakes(peer: RankPeer) -> Link:
+            streams: list[Any] = [FakeStream() for _ in range(NUM_STREAMS)]
+            return IpcLink(
+                buffer.tensor,
+                of,
+                PeerGpuBuffer(device, peer.address),
+                peer.geometry,
+                ops=FakeOps(),
+                streams=streams,
+                rows=rows_of(of, peer),
+            )
+
+        return {KIND: open_on_fakes}
 
     def close(self) -> None:
         for group in self._groups:
@@ -151,7 +181,7 @@ class Ranks:
         for agent in self._agents:
             agent.join(DEADLINE_S)
             assert not agent.is_alive(), "an agent has not ended with its driver"
-        for buffer in self.buffers:
+        for buffer in self._buffers:
             buffer.close()
 
 

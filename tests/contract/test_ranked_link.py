@@ -23,6 +23,7 @@ from memserve.workers.links.heads import Route
 from memserve.workers.links.ranked import RankedLink
 from memserve.workers.rank_group import RankGroup, RankWatch
 from memserve.workers.rank_messages import Failed, Joined, put
+from tests.contract.gpu_rig import Host
 from tests.contract.link_rig import FakeClock, buffer_bytes, geometry
 from tests.contract.rank_rig import DEADLINE_S, Ranks, model_kv, rank_geometry, start_agent
 
@@ -57,6 +58,7 @@ def ended(link: Link, count: int = 1) -> list[Completion]:
 # ── what arrives ──────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("is_on_gpus", [False, True], ids=["shm", "ipc on fake GPUs"])
 @pytest.mark.parametrize("page_order", ["HNC", "NHC"])
 @pytest.mark.parametrize(
     "layouts",
@@ -73,9 +75,11 @@ def test_every_rank_gets_its_heads_and_nothing_else_is_written(
     receiver_tp: int,
     layouts: tuple[str, str],
     page_order: str,
+    is_on_gpus: bool,
 ) -> None:
-    sender = make_ranks(total, sender_tp, layout=layouts[0], page_order=page_order)
-    receiver = make_ranks(total, receiver_tp, layout=layouts[1], page_order=page_order)
+    common = {"page_order": page_order, "host": Host() if is_on_gpus else None}
+    sender = make_ranks(total, sender_tp, layout=layouts[0], **common)
+    receiver = make_ranks(total, receiver_tp, layout=layouts[1], **common)
     kv = model_kv(17, total)
     sender.fill(kv)
     link = sender.link_to(receiver)
