@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, str] = {
     # configuration
     "config_layers": "errors",
     "engine_args": "errors",
-    "config": "config_layers core.gpu_plan core.mode engine_args errors types",
+    "config_values": "config_layers errors",
+    "config": "config_layers config_values core.gpu_plan core.mode engine_args errors types",
     "config_text": "config",
     "loras": "errors types",
     "models": "errors types",

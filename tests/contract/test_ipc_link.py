@@ -263,8 +263,10 @@ class _Named(FakeLink):
         return self._name
 
 
-def _choice(*kinds: str, wanted: str = "auto") -> LinkChoice:
+def _choice(*kinds: str, wanted: str = "auto", broken: Sequence[str] = ()) -> LinkChoice:
     def open_lanes(kind: str, routes: Sequence[Route]) -> list[Link]:
+        if kind in broken:
+            raise TransferError(f"{kind} is on strike")
         return [_Named(kind) for _ in routes]
 
     return LinkChoice(SHAPE, kinds, open_lanes, wanted)
@@ -299,3 +301,12 @@ def test_no_link_in_common_says_what_there_is(
 ) -> None:
     with pytest.raises(TransferError, match=words):
         _choice(*own, wanted=wanted)(_peer(*offered))
+
+
+def test_a_link_that_cannot_be_opened_leaves_the_way_to_the_next_kind() -> None:
+    peer = _peer("ipc", "nccl")
+    assert _choice("ipc", "nccl", broken=["ipc"])(peer).kind == "nccl"
+    with pytest.raises(TransferError, match=r"^no link to D0: ipc: ipc is on strike; nccl: .*ke$"):
+        _choice("ipc", "nccl", broken=["ipc", "nccl"])(peer)
+    with pytest.raises(TransferError, match=r"^no link to D0: ipc: ipc is on strike$"):
+        _choice("ipc", "nccl", broken=["ipc"], wanted="ipc")(peer)

@@ -2,13 +2,12 @@
 
 Collaborators: `transfer.py` opens one link per peer, through `choice.py`; `sending.py` calls it,
 with transfers in one part or in several, each of which is a transfer of its own to the link;
-`shm.py` (CPU), `ipc.py` (GPUs of one host) and `fake.py` (tests) are links.
+`shm.py` (CPU), `ipc.py` and `nccl.py` (GPUs of one host) and `fake.py` (tests) are links.
 `tests/contract/test_links.py` holds what every link must do.
 
-All links so far are one-sided: the sender writes, the receiver only counts what it is told. A
-two-sided link (NCCL) needs the receiver to post the blocks of a transfer when it allocates them;
-its place is a method beside `send`, called by the receiving `Transfers`. `send` and `poll` are
-apart so that a link may work in the background, on a stream or a thread of its own.
+Links are one-sided: the sender writes, the receiver only counts what it is told. Where the wire is
+two-sided (NCCL), the receiving end is a thread that nobody else knows. `send` and `poll` are apart
+so that a link may work in the background, on a stream or a thread of its own.
 """
 
 from __future__ import annotations
@@ -68,7 +67,10 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop everything; on return the link touches no memory. No completions follow."""
+        """Stop everything; on return the link touches no memory. No completions follow.
+
+        For a two-sided link that includes what this life of the peer writes here.
+        """
         ...
 
 
@@ -89,6 +91,14 @@ class LayerLink(Link, Protocol):
         May be called once for each layer under the same id: each call has its own completion.
         """
         ...
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One rank of one life of an instance."""
+
+    instance: InstanceId
+    epoch: int
+    rank: int
 
 
 class RankPeer(msgspec.Struct, frozen=True):
