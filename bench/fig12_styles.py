@@ -15,7 +15,10 @@ the same prompts and the same arrivals (Poisson) for all styles; prompts are new
 The early styles need a prefill of several steps, so all engines compute at most `--chunk` tokens of
 prompts in one. What happened in between comes from the requests' timelines: when P's prefill had
 ended and the first token was out, when all KV was at D, and how long the link itself took for it.
-A style that fails or takes too long is left out of the table, with the reason under it.
+The table, median and p99 in ms: `second` is the time to the second token, `gap` the longest time
+between two tokens of a request, `sent` how long after the first token the hub heard that all KV is
+at D, `link` what the link took for it. A style that fails or takes too long is named with its
+reason, and the others go on.
 """
 
 from __future__ import annotations
@@ -145,23 +148,30 @@ def measure(points: Sequence[Point], args: argparse.Namespace) -> None:
                     point.faults.append(str(error))
 
 
-def row(point: Point) -> dict[str, Scalar]:
-    """A line of the table, in ms."""
-    found: dict[str, Scalar] = {"style": point.style, "rate": point.rate}
-    found["requests"] = len(point.samples)
-    for title, name in (
-        ("TTFT", "first_token_s"),
-        ("second token", "second_token_s"),
-        ("TPOT", "tpot_s"),
-        ("longest gap", "gap_s"),
-        ("sent after first", "sent_after_first_s"),
-    ):
+FIGURES = {
+    "ttft": "first_token_s",
+    "second": "second_token_s",
+    "tpot": "tpot_s",
+    "gap": "gap_s",
+    "sent": "sent_after_first_s",
+    "link": "link_s",
+}
+
+
+def figures(point: Point) -> dict[str, tuple[float, float]]:
+    """Median and p99 of each, in ms."""
+    found = {}
+    for title, name in FIGURES.items():
         values = [getattr(one, name) * 1e3 for one in point.samples]
-        found[f"{title} p50"] = round(statistics.median(values), 2)
-        if name != "first_token_s":
-            found[f"{title} p99"] = round(float(np.percentile(values, 99)), 2)
-    found["link p50"] = round(statistics.median(one.link_s * 1e3 for one in point.samples), 2)
+        found[title] = (statistics.median(values), float(np.percentile(values, 99)))
     return found
+
+
+def row(point: Point) -> dict[str, Scalar]:
+    """A line of the table: median and p99, in ms."""
+    found: dict[str, Scalar] = {"style": point.style, "per s": point.rate}
+    found["n"] = len(point.samples)
+    return found | {title: f"{p50:.1f} {p99:.1f}" for title, (p50, p99) in figures(point).items()}
 
 
 def main() -> None:
@@ -178,12 +188,12 @@ def main() -> None:
     for point in points:
         for fault in sorted(set(point.faults)):
             print(f"{point.style}, {point.rate}/s, {point.faults.count(fault)} times: {fault}")
-    rows = [row(point) for point in points if point.samples]
+    measured = [point for point in points if point.samples]
     metrics: dict[str, Scalar] = {"faults": sum(len(point.faults) for point in points)}
-    for line in rows:
-        for title in ("second token p50", "second token p99", "TPOT p50", "TPOT p99"):
-            name = f"{line['style']}/{line['rate']}/{title.lower().replace(' ', '_')}_ms"
-            metrics[name] = line[title]
+    for point in measured:
+        for title, (p50, p99) in figures(point).items():
+            metrics[f"{point.style}/{point.rate}/{title}_p50_ms"] = round(p50, 3)
+            metrics[f"{point.style}/{point.rate}/{title}_p99_ms"] = round(p99, 3)
     publish(
         "fig12_styles",
         settings={
@@ -197,10 +207,10 @@ def main() -> None:
         },
         metrics=metrics,
         raw=msgspec.to_builtins(points),
-        rows=rows,
+        rows=[row(point) for point in measured],
         out=args.out,
     )
-    if not rows:
+    if not measured:
         sys.exit("no style could be measured")
 
 

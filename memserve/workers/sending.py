@@ -311,7 +311,8 @@ class Sender:
                 self._stop(transfer_id, text)
             else:
                 self._end_if_quiet(transfer_id)
-        self.poll()
+        if transfer_id in self._sending:
+            self.poll()
 
     def _stop(self, transfer_id: TransferId, reason: str) -> None:
         """Parts at the link stay held until their completions."""

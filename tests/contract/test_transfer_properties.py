@@ -106,6 +106,8 @@ class TransferMachine(RuleBasedStateMachine):
         first.join(second)
         second.join(first)
         self.count = 0
+        self.num_lost = 0
+        """Bytes that links were told to lose."""
         self.known: dict[TransferId, Flow] = {}
         self.fillers: list[tuple[Node, RequestId]] = []
         self.read_events()
@@ -118,12 +120,12 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        num_moves=st.integers(0, 6),
+        num_moves=st.integers(0, 10),
         direction=st.integers(0, 1),
         length=st.integers(0, MAX_TOKENS),
         seed=st.integers(0, SEEDS - 1),
         is_private=st.booleans(),
-        num_computed=st.integers(0, MAX_TOKENS),
+        num_computed=st.integers(0, MAX_TOKENS) | st.integers(0, CHUNK_TOKENS),
     )
     def start(
         self,
@@ -194,11 +196,11 @@ class TransferMachine(RuleBasedStateMachine):
         """What may happen to the request now, misfortune apart."""
         possible = [
             (flow.is_running and not flow.is_computing, self.finish),
-            (flow.is_running and flow.is_computing, self.extend),
+            *[(flow.is_running and flow.is_computing, self.step)] * 3,  # mostly it goes on
             (flow.is_running, self.end_step),
-            (flow.is_running, self.tell),
-            (flow.is_running, self.preempt),
+            (flow.is_running and flow.state == "ordered", self.preempt),
             (flow.state == "new", self.ask),
+            (flow.state == "new" and flow.is_running, self.ask_and_order),
             (flow.state == "asked" and (flow.is_running or flow.is_held), self.order),
             (flow.state == "asked" and flow.is_fetch, self.order_history),
             (flow.state == "ordered" and flow.is_fetch, self.compute_history),
@@ -218,16 +220,18 @@ class TransferMachine(RuleBasedStateMachine):
         (self.leave if is_abort else self.call_off)(flow)
         self.read_events()
 
-    def extend(self, flow: Flow) -> None:
-        """The next chunk of its prompt is in flight."""
+    def step(self, flow: Flow) -> None:
+        """One step ends, and the next chunk of its prompt is in flight; the sender is told."""
+        flow.source.end_step()
         known = len(flow.source.engine.tokens(flow.request_id))
         if not flow.source.extend(flow.request_id, flow.tokens[: known + CHUNK_TOKENS]):
             self.leave(flow)
+        elif flow.request_id in flow.source.transfers.sender.awaited():
+            flow.source.tell(flow.request_id)
 
     def end_step(self, flow: Flow) -> None:
+        """Nothing is in flight; the sender is told."""
         flow.source.end_step()
-
-    def tell(self, flow: Flow) -> None:
         if flow.request_id in flow.source.transfers.sender.awaited():
             flow.source.tell(flow.request_id)
 
@@ -295,6 +299,12 @@ class TransferMachine(RuleBasedStateMachine):
         command = allocate(flow.request_id, flow.direction, is_private=flow.is_private)
         flow.target.transfers.allocate(command, flow.tokens)
 
+    def ask_and_order(self, flow: Flow) -> None:
+        self.ask(flow)
+        self.read_events()
+        if flow.state == "asked":
+            self.order(flow)
+
     def order(self, flow: Flow) -> None:
         flow.state = "ordered"
         flow.source.transfers.transmit(transmit(flow))
@@ -360,6 +370,7 @@ class TransferMachine(RuleBasedStateMachine):
             "fail": lambda: link.fail_next("no wire"),
             "lose": lambda: link.lose_bytes(1),
         }
+        self.num_lost += fault == "lose"
         act[fault]()
 
     @rule(node=st.integers(0, 1))
@@ -409,6 +420,8 @@ class TransferMachine(RuleBasedStateMachine):
                 assert not flow.is_running
                 flow.state = "sent"
                 flow.sent_bytes = event.size_bytes
+                promised = len(flow.block_ids) * flow.target.geometry.block_bytes
+                assert 0 <= promised - event.size_bytes <= self.num_lost
                 flow.is_held = False
             case TransmitFailed() if flow.state == "ordered" and node is flow.source:
                 flow.state = "done"
