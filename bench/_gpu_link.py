@@ -96,18 +96,14 @@ def _peer(size_bytes: int, gpu: int) -> Iterator[Peer]:
 def _open(source: Any, peer: Peer, memory: Any) -> Any:
     import torch
 
-    from memserve.messages import PeerJoined
+    from memserve.ops.blocks import library_for
     from memserve.types import InstanceId
+    from memserve.workers.links.base import RankPeer
     from memserve.workers.links.ipc import open_ipc
 
-    joined = PeerJoined(
-        epoch=1,
-        peer=InstanceId("D0"),
-        peer_epoch=1,
-        geometry=geometry(),
-        addresses={"ipc": peer.address},
-    )
-    return open_ipc(source, geometry(), joined, memory, torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+    there = RankPeer(InstanceId("D0"), 1, geometry(), peer.address)
+    return open_ipc(source, geometry(), there, memory, device, library_for(device))
 
 
 def _send_and_compare(link: Any, source: Any, peer: Peer) -> float:

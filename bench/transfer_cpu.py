@@ -38,7 +38,8 @@ from memserve.messages import (
 from memserve.types import Geometry, InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.engine_pool import EnginePool, resume_hashing
 from memserve.workers.kvbuffer import KvBuffer
-from memserve.workers.links.shm import open_shm
+from memserve.workers.links.base import rank_peer
+from memserve.workers.links.shm import KIND, open_shm
 from memserve.workers.mempool import MemPool
 from memserve.workers.transfer import Transfers
 
@@ -94,7 +95,7 @@ class Side:
         self.transfers = Transfers(
             self.mempool,
             self.geometry,
-            lambda peer: open_shm(self.buffer, self.geometry, peer),
+            lambda peer: open_shm(self.buffer, self.geometry, rank_peer(KIND, peer)),
             self.id,
             1,
             self.events.append,
@@ -173,7 +174,7 @@ def pair(layout: str) -> tuple[Side, Side]:
         peer=receiver.id,
         peer_epoch=1,
         geometry=receiver.geometry,
-        addresses={"shm": receiver.buffer.address},
+        addresses={"shm": (receiver.buffer.address,)},
     )
     sender.transfers.peer_joined(joined)
     return sender, receiver

@@ -33,7 +33,7 @@ _FLAGS: tuple[tuple[str, str, str, str], ...] = (
     ("--caching", "cluster.caching", "LEVEL", "none, prefill, decode or full; else by the mode."),
     ("--device", "cluster.device", "DEVICE", "auto, cpu or cuda."),
     ("--gpus", "cluster.gpus", "N", "GPUs to use."),
-    ("--tp", "cluster.tp", "N", "GPUs of one instance (tensor parallelism)."),
+    ("--tp", "cluster.tp", "N", "Ranks (GPUs) of one instance, or of each role: P=2,D=1."),
     ("--model", "models.model", "MODEL", "A bundled name, a Hugging Face id or a folder."),
     ("--served-name", "models.served_name", "NAME", "The model's name in the API."),
     ("--host", "server.host", "HOST", "Address to listen on."),

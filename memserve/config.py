@@ -7,26 +7,24 @@ Later layers override earlier ones::
 The file is the one named by `--config`, else by `$MEMSERVE_CONFIG`, else `./memserve.toml` if
 there is one. Every value remembers where it came from. `memserve.toml` in the repository lists all
 keys. Collaborators: `core/mode.py` (the mode), `engine_args.py` (what `[engine]` may hold),
-`config_layers.py` (reading the layers), `cli.py` (flags, printing).
+`config_layers.py` (reading the layers), `config_values.py` (values into types), `cli.py` (flags,
+printing).
 """
 
 from __future__ import annotations
 
-import enum
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from memserve import config_layers, engine_args
+from memserve import config_layers, config_values, engine_args
 from memserve.config_layers import Layered
-from memserve.core.gpu_plan import GpuPlan, plan_gpus
+from memserve.core.gpu_plan import BY_ROLE, GpuPlan, check_link, describe_tp, parse_tp, plan_gpus
 from memserve.core.mode import Mode, parse_mode
 from memserve.errors import ConfigError
-from memserve.types import Caching
+from memserve.types import Caching, InstanceId, Role
 
 _MAX_S = 604_800
 
@@ -41,6 +39,9 @@ Port: TypeAlias = Annotated[
 ]
 AtLeast1: TypeAlias = Annotated[int, msgspec.Meta(ge=1, description="an integer above 0")]
 AtLeast0: TypeAlias = Annotated[int, msgspec.Meta(ge=0, description="an integer, 0 or more")]
+ByRole: TypeAlias = Annotated[
+    str, msgspec.Meta(pattern=BY_ROLE, description="one for each role, as in P=2,D=1")
+]
 Gigabytes: TypeAlias = Annotated[
     float, msgspec.Meta(ge=0, le=1 << 20, description="a number of GiB, 0 for none")
 ]
@@ -69,7 +70,8 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     """None: by the mode's suffix."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpus: AtLeast1 | None = None
-    tp: AtLeast1 | None = None
+    tp: AtLeast1 | ByRole | None = None
+    """Ranks of an instance. None: 1 on the CPU, and on GPUs as many as fit."""
     start_timeout_s: Seconds = 300.0
     heartbeat_interval_s: Seconds = 1.0
     heartbeat_timeout_s: Seconds = 60.0
@@ -113,8 +115,10 @@ class TransferConfig(msgspec.Struct, frozen=True):
     """`[transfer]`: how KV travels."""
 
     reservation_s: Seconds = 30.0
-    link: Literal["auto", "shm", "ipc"] = "auto"
+    link: Literal["auto", "shm", "ipc", "nccl"] = "auto"
     """auto: the fastest that both ends have."""
+    style: Literal["request", "discrete", "chunk", "layer"] = "request"
+    """See `types.TransferStyle`."""
 
 
 class ModelsConfig(msgspec.Struct, frozen=True):
@@ -208,8 +212,6 @@ def _require_no_gpus(config: Config, built_for: str | None) -> None:
     if cluster.gpus is not None:
         allowed = "leave it out, to serve on the CPU"
         raise ConfigError("cluster.gpus", f"{cluster.gpus} asked for, but {why}", allowed)
-    if cluster.tp is not None and cluster.tp > 1:
-        raise ConfigError("cluster.tp", f"{cluster.tp} asked for, but {why}", "1")
     if built_for == "cuda":
         asked = "'cpu' asked for" if cluster.device == "cpu" else "no GPU is visible here"
         raise ConfigError(
@@ -224,7 +226,7 @@ def gpu_plan(config: Config) -> GpuPlan | None:
     if device_in_force(config) == "cpu":
         return None
     cluster, num_visible = config.cluster, engine_args.count_gpus()
-    instances = [instance for instance, _ in mode_in_force(config).instances()]
+    instances, tp_of = mode_in_force(config).instances(), _asked_tp(config)
     if cluster.gpus is not None and cluster.gpus > num_visible:
         allowed = "1" if num_visible == 1 else f"1 to {num_visible}"
         raise ConfigError(
@@ -232,10 +234,26 @@ def gpu_plan(config: Config) -> GpuPlan | None:
             f"{cluster.gpus} asked for, but {num_visible} {_are(num_visible)} visible here",
             allowed,
         )
-    needed = len(instances) * (cluster.tp or 1)
-    plan = plan_gpus(instances, cluster.gpus or min(num_visible, needed), cluster.tp)
+    needed = sum(1 if tp_of is None else tp_of[role] for _, role in instances)
+    plan = plan_gpus(instances, cluster.gpus or min(num_visible, needed), tp_of)
     _require_room(config, plan)
     return plan
+
+
+def _asked_tp(config: Config) -> dict[Role, int] | None:
+    roles = dict.fromkeys(role for _, role in mode_in_force(config).instances())
+    return None if config.cluster.tp is None else parse_tp(config.cluster.tp, list(roles))
+
+
+def tp_in_force(config: Config) -> dict[InstanceId, int]:
+    """Ranks of each instance. Raises: ConfigError."""
+    if (plan := gpu_plan(config)) is not None:
+        return {instance: len(gpus) for instance, gpus in plan.gpus_of.items()}
+    tp_of = _asked_tp(config)
+    return {
+        instance: 1 if tp_of is None else tp_of[role]
+        for instance, role in mode_in_force(config).instances()
+    }
 
 
 def _require_room(config: Config, plan: GpuPlan) -> None:
@@ -290,7 +308,7 @@ _DEFAULT_HBM_MB = 128
 _GPU_SHARE_PERCENT = 88
 """What instances that share a GPU take of it together: each also has a CUDA context and graphs."""
 LINK_OF = {"cpu": "shm", "cuda": "ipc"}
-"""Device → the kind of the links between its instances."""
+"""Device → the kind of the links between its instances, unless another is asked for."""
 _ENGINE = "engine"
 SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     field.name: field.type for field in msgspec.structs.fields(Config) if field.name != _ENGINE
@@ -334,25 +352,6 @@ def keys() -> list[str]:
     ]
 
 
-def allowed_values(kind: Any) -> str:
-    """What a key of this type may be, in words."""
-    if typing.get_origin(kind) is Annotated:
-        return str(next(meta.description for meta in kind.__metadata__ if meta.description))
-    if typing.get_origin(kind) in (typing.Union, UnionType):
-        return " or ".join(
-            allowed_values(option) for option in typing.get_args(kind) if option is not NoneType
-        )
-    if typing.get_origin(kind) is list:
-        return f"a list: each {allowed_values(*typing.get_args(kind))}"
-    if typing.get_origin(kind) is Literal:
-        return ", ".join(typing.get_args(kind))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return ", ".join(str(member.value) for member in kind)
-    if typing.get_origin(kind) is dict:
-        return 'a table of names and folders: { name = "folder" }'
-    return {str: "a string"}.get(kind, str(kind))
-
-
 def _decode(merged: Mapping[str, Layered]) -> tuple[Config, dict[str, str]]:
     """Every value in the type of its key; origins for all keys."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in (*SECTIONS, _ENGINE)}
@@ -371,25 +370,12 @@ def _decode(merged: Mapping[str, Layered]) -> tuple[Config, dict[str, str]]:
             value = engine_args.engine_argument(name, layered.value, layered.raw, fields)
             sections[section][name] = value
         elif key in types:
-            sections[section][name] = _convert(key, layered, types[key])
+            sections[section][name] = config_values.convert(key, layered, types[key])
         else:
             raise config_layers.unknown_key(key, types)
         origins[key] = layered.origin
     structs: dict[str, Any] = {name: kind(**sections[name]) for name, kind in SECTIONS.items()}
     return Config(engine=sections[_ENGINE], **structs), origins
-
-
-def _convert(key: str, layered: Layered, kind: Any) -> Any:
-    for value in (layered.value, layered.raw):
-        if value is None:
-            continue
-        try:
-            return msgspec.convert(value, kind)
-        except msgspec.ValidationError:
-            continue
-    raise ConfigError(
-        key, f"{layered.value!r} ({layered.origin}) is not allowed", allowed_values(kind)
-    )
 
 
 def _settle(config: Config, origins: dict[str, str]) -> Settings:
@@ -409,13 +395,18 @@ def _settle(config: Config, origins: dict[str, str]) -> Settings:
         origins["cluster.caching"] = f"by cluster.mode, {origins['cluster.mode']}"
     if mempool.hbm_mb is None:
         origins["mempool.hbm_mb"] = f"default for device {device}"
-    plan = gpu_plan(config)
-    if config.transfer.link not in ("auto", LINK_OF[device]):
+    plan, tp_of = gpu_plan(config), tp_in_force(config)
+    if mempool.dram_gb and max(tp_of.values()) > 1:
         raise ConfigError(
-            "transfer.link",
-            f"{config.transfer.link!r} does not reach the memory of device {device}",
-            f"auto, {LINK_OF[device]}",
+            "mempool.dram_gb",
+            f"{mempool.dram_gb:g} asked for, but instances with cluster.tp above 1 have no DRAM"
+            " tier yet",
+            "0, or cluster.tp = 1",
         )
+    check_link(config.transfer.link, device, plan)
+    if config.transfer.style == "layer" and max(tp_of.values()) > 1:
+        why = "'layer' asked for, which instances with cluster.tp above 1 cannot do"
+        raise ConfigError("transfer.style", why, "request, discrete, chunk, or cluster.tp = 1")
     if not config.models.served_name:
         origins["models.served_name"] = f"by models.model, {origins['models.model']}"
     if cluster.device == "auto":
@@ -431,7 +422,7 @@ def _settle(config: Config, origins: dict[str, str]) -> Settings:
         caching=caching_in_force(config),
         device=device,
         gpus=plan.num_gpus if plan is not None else None,
-        tp=plan.tp if plan is not None else 1,
+        tp=describe_tp({role: tp_of[instance] for instance, role in mode.instances()}),
     )
     if plan is not None:
         for key in ("cluster.gpus", "cluster.tp"):

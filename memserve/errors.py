@@ -9,6 +9,7 @@
     ├── DeadlineError          the request took longer than it may (HTTP 504)
     ├── InstanceLostError      the instance that held the request died (HTTP 500)
     ├── StartError             an instance or a port could not be brought up
+    ├── RankLostError          a rank of an instance hangs: the instance must end
     ├── GeometryMismatchError  two instances' KV caches cannot exchange blocks
     ├── OutOfBlocksError       a pool has no room
     ├── TransferError          KV did not arrive whole
@@ -79,6 +80,10 @@ class InstanceLostError(MemServeError):
 
 class StartError(MemServeError):
     """An instance, the zygote or the HTTP port could not be brought up."""
+
+
+class RankLostError(MemServeError):
+    """A rank of this instance does not answer, and may still be touching memory."""
 
 
 class GeometryMismatchError(MemServeError):

@@ -53,7 +53,7 @@ from memserve import changes
 from memserve.errors import ProtocolError
 from memserve.types import BlockId, Geometry, InstanceId, Namespace, RequestId, TransferId
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised whenever a message changes its meaning; compared in `Ready`."""
 
 
@@ -114,7 +114,8 @@ class History(msgspec.Struct, frozen=True):
 class Transmit(Command, frozen=True, tag=True):
     """Write the request's blocks from index `first_block` on into the peer's `block_ids`.
 
-    Done as soon as the request's KV is complete and pinned here; the pin ends with it.
+    Done as soon as the request's KV is complete and pinned here, or in parts, as they get complete
+    (`types.TransferStyle`); the pin ends with it.
     Always answered: by `Sent`, or by `TransmitFailed` (also when it is cancelled).
     """
 
@@ -184,8 +185,9 @@ class PeerJoined(Command, frozen=True, tag=True):
     peer: InstanceId
     peer_epoch: int
     geometry: Geometry
-    addresses: dict[str, str]
-    """Link kind → where the peer's memory is."""
+    """Of its rank 0; the others' differ in `tp_rank` alone."""
+    addresses: dict[str, tuple[str, ...]]
+    """Link kind → where the memory of each of the peer's ranks is."""
 
 
 class PeerLost(Command, frozen=True, tag=True):
@@ -261,7 +263,8 @@ class Ready(Event, frozen=True, tag=True):
 
     protocol: int
     geometry: Geometry
-    addresses: dict[str, str]
+    addresses: dict[str, tuple[str, ...]]
+    """Both as in `PeerJoined`."""
     max_model_len: int
     stats: PoolStats
     startup_s: dict[str, float]

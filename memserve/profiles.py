@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from memserve.config import Config, engine_settings, mode_in_force
+from memserve.config import Config, engine_settings, tp_in_force
 from memserve.core.builtin import BUILT_IN, built_in
 from memserve.core.profile import FORMAT, ModelShape, Profile
 from memserve.errors import ConfigError
@@ -64,8 +64,8 @@ def key_of(config: Config) -> ProfileKey:
 
 
 def num_threads(config: Config) -> int:
-    """What each instance gets of the cores."""
-    return max(1, (os.cpu_count() or 1) // len(dict(mode_in_force(config).instances())))
+    """What each rank of an instance gets of the cores."""
+    return max(1, (os.cpu_count() or 1) // sum(tp_in_force(config).values()))
 
 
 def path_of(key: ProfileKey, root: Path | None = None) -> Path:

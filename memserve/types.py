@@ -104,6 +104,19 @@ class Direction(enum.Enum):
     """D → P: the prompt's and the generated tokens' KV, when the request has ended."""
 
 
+class TransferStyle(enum.Enum):
+    """When a prompt's KV is sent, and in what pieces (the paper's section 4.2)."""
+
+    REQUEST = "request"
+    """When its request has ended, in as few pieces as its blocks allow."""
+    DISCRETE = "discrete"
+    """The same moment, but each layer's page of each block is a copy of its own."""
+    CHUNK = "chunk"
+    """Full blocks after each step of the prefill that computed some; the rest as REQUEST."""
+    LAYER = "layer"
+    """Each layer of the blocks that a step completes as soon as the step has computed it."""
+
+
 class InstanceState(enum.Enum):
     """Membership, as the cluster manager sees it."""
 
@@ -112,6 +125,13 @@ class InstanceState(enum.Enum):
     LOST = "lost"
     FAILED = "failed"
     """Lost, and not started again: it died too often."""
+
+
+class Heads(msgspec.Struct, frozen=True, array_like=True):
+    """Neighbouring KV heads of one rank, which counts its own from 0."""
+
+    first: int
+    count: int
 
 
 class Geometry(msgspec.Struct, frozen=True):
@@ -136,6 +156,14 @@ class Geometry(msgspec.Struct, frozen=True):
     """What is outermost in a page: `HNC` heads, `NHC` tokens (see `ops/views.PageOrder`)."""
     tp_rank: int = 0
     tp_size: int = 1
+    total_kv_heads: int | None = None
+    """Heads of the whole model; None: those of all ranks. Fewer than that where ranks outnumber
+    heads: then several ranks hold a copy of the same one."""
+
+    @property
+    def model_kv_heads(self) -> int:
+        """Heads of the whole model."""
+        return self.total_kv_heads or self.num_kv_heads * self.tp_size
 
     @property
     def num_layers(self) -> int:
@@ -145,6 +173,10 @@ class Geometry(msgspec.Struct, frozen=True):
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of this rank."""
         return self.page_bytes * self.num_layers
+
+    def only(self, layer: int) -> Geometry:
+        """The same blocks with nothing but the pages of this layer."""
+        return msgspec.structs.replace(self, layer_offsets=(self.layer_offsets[layer],))
 
     @property
     def is_aggregated(self) -> bool:

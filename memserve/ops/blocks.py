@@ -266,8 +266,16 @@ def block_ops(device: torch.device) -> BlockOps:
     """The operations for blocks in the memory of `device`. Raises: StartError (see `build.py`)."""
     if device.type != "cuda":
         return TorchBlockOps()
+    return CudaBlockOps(library_for(device))
+
+
+def library_for(device: torch.device) -> BlockCopyLibrary:
+    """The kernels for a GPU, built if need be. Asks the compiler for its version: call it once.
+
+    Raises: StartError.
+    """
     major, minor = torch.cuda.get_device_capability(device)
-    return CudaBlockOps(open_library(f"sm_{major}{minor}"))
+    return open_library(f"sm_{major}{minor}")
 
 
 def _side(view: BlockView, block_ids: Ids) -> Side:

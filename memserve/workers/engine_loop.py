@@ -16,7 +16,7 @@ again must not meet what is left in flight of its earlier attempt.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -50,6 +50,7 @@ from memserve.messages import (
 )
 from memserve.types import BlockId, InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.compat import Engine, EngineCodec, complete_tokens
+from memserve.workers.early import EarlySends
 from memserve.workers.engine_pool import namespace_of
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.mempool import MemPool
@@ -66,7 +67,8 @@ logger = logging.getLogger(__name__)
 
 _STARVED_WAIT_S = 0.005
 """Between two steps of an engine whose requests all wait for blocks: only commands can help."""
-
+_COPYING_WAIT_S = 0.00005
+"""Between two looks at copies under way, which have threads that need the interpreter as well."""
 
 _RunT = TypeVar("_RunT", Prefill, Decode)
 
@@ -107,6 +109,7 @@ class EngineLoop:
         self._clock = clock
         self._codec = EngineCodec()
         self._records = Records()
+        self._early = EarlySends(transfers, engine, self._engine_id)
         self._ended: list[Record] = []
         """Ended in the present step, or by the present command; `Finished` is still to be said."""
         self._hit_tokens = 0
@@ -126,6 +129,7 @@ class EngineLoop:
             self._channel.wait(self._patience_s())
             began = self._clock()
             self._serve()
+            self._early.between_steps()
             self._transfers.poll()
             self._transfers.expire()
             self._swaps.poll()
@@ -145,10 +149,12 @@ class EngineLoop:
 
     def _patience_s(self) -> float:
         """How long nothing but a command can matter."""
-        if self._transfers.is_active or self._swaps.is_active:
+        if self._engine.is_busy and not self._is_starved:
             return 0.0
+        if self._transfers.is_active or self._swaps.is_active:
+            return _COPYING_WAIT_S
         if self._engine.is_busy:
-            return _STARVED_WAIT_S if self._is_starved else 0.0
+            return _STARVED_WAIT_S
         deadlines = (self._transfers.next_deadline(), self._swaps.next_deadline())
         until = min([self._next_heartbeat, *(d for d in deadlines if d is not None)])
         return until - self._clock()
@@ -167,6 +173,7 @@ class EngineLoop:
         outputs, has_run = self._engine.step()
         self._step_s += self._clock() - began
         self._num_steps += has_run
+        self._early.after_step()
         if outputs is not None and outputs.outputs:
             self._send_tokens(outputs)
         self._report_ended()
@@ -369,6 +376,10 @@ class EngineLoop:
         self._transfers.drop_source(request_id)
         self._transfers.forget(request_id)
 
+    def _engine_id(self, request_id: RequestId) -> str | None:
+        record = self._records.get(request_id)
+        return None if record is None else record.engine_id
+
     def _drop_from_engine(self, record: Record) -> None:
         """Abort it, if it runs, and say nothing about it."""
         if record.engine_id is not None:
@@ -419,6 +430,14 @@ class EngineLoop:
                 cached_tokens=cached_tokens,
             )
         )
+
+    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+        """Called after `on_scheduled`, before the step runs."""
+        self._early.on_step(num_scheduled)
+
+    def on_layer(self, layer: int) -> None:
+        """In the midst of a step."""
+        self._early.on_layer(layer)
 
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         """Pin what is to be sent, while the request still has its blocks."""

@@ -16,8 +16,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pydantic
@@ -28,17 +29,12 @@ from memserve.core.cost_model import CostModel
 from memserve.errors import MemServeError, StartError
 from memserve.messages import PROTOCOL_VERSION, Ready, StartFailed
 from memserve.types import Geometry
-from memserve.workers.compat import (
-    Engine,
-    geometry_of,
-    make_config,
-    place_kv_cache,
-)
+from memserve.workers.compat import Engine, make_config
 from memserve.workers.engine_loop import EngineLoop
 from memserve.workers.engine_pool import EnginePool
 from memserve.workers.environment import set_engine_environment
+from memserve.workers.hosts import Home, KvHost, RankedKvHost, make_host
 from memserve.workers.index_reports import IndexReports
-from memserve.workers.kv_memory import KvMemory, kv_memory
 from memserve.workers.links.choice import LinkChoice
 from memserve.workers.mempool import MemPool
 from memserve.workers.port import Port
@@ -48,7 +44,7 @@ from memserve.workers.swap_setup import make_swaps
 from memserve.workers.transfer import Transfers
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -103,25 +99,28 @@ class Worker:
         """Load the model. Raises: ConfigError, StartError; what vLLM raises."""
         _require_device(spec.device)
         self._port = port
-        self._memory = kv_memory(spec.device)
-        host = _Host(spec.model, self._memory)
+        home = Home(spec.instance, spec.epoch, Path(spec.run_dir))
+        self._host = host = make_host(spec.model, spec.device, home, spec.tp, spec.style)
         started_at = time.monotonic()
         config = make_config(
             spec.model,
             spec.engine,
             engine_id=f"{spec.instance}/{spec.epoch}",
-            kv_bytes=spec.kv_bytes,
+            kv_bytes=None if spec.kv_bytes is None else spec.kv_bytes // spec.tp,
             layout=spec.layout,
             host=host,
+            style=spec.style,
+            tp=spec.tp,
         )
+        if isinstance(host, RankedKvHost):
+            host.total_kv_heads = config.model_config.get_total_num_kv_heads()
+            _tie_forks_to_their_parents()
         configured_at = time.monotonic()
-        with _turn_on_gpu(spec.gpu_lock):
+        with _turn_on_gpus(spec.gpu_locks):
             turned_at = time.monotonic()
-            self._engine = Engine(config, spec.loras)
+            self._engine = _build_engine(config, spec, host)
         built_at = time.monotonic()
-        geometry = host.geometry
-        if geometry is None:
-            raise StartError(f"{spec.model} has no KV cache")
+        geometry = host.settle()
         if spec.layout == "block_first" and not geometry.is_aggregated:
             raise StartError("mempool.layout: the attention backend cannot do block_first")
         mempool = MemPool(
@@ -134,10 +133,11 @@ class Worker:
         self._transfers = Transfers(
             mempool,
             geometry,
-            LinkChoice(self._memory.openers(geometry), spec.link),
+            LinkChoice(geometry, host.addresses, host.open_lanes, spec.link),
             spec.instance,
             spec.epoch,
             reports.send,
+            spec.style,
         )
         self._swaps = self._make_swaps(spec, geometry, mempool)
         self.loop = EngineLoop(
@@ -159,12 +159,12 @@ class Worker:
                 epoch=spec.epoch,
                 protocol=PROTOCOL_VERSION,
                 geometry=geometry,
-                addresses=self._memory.addresses,
+                addresses=host.addresses,
                 max_model_len=self._engine.max_model_len,
                 stats=self.loop.stats(),
                 startup_s={
                     "config": configured_at - started_at,
-                    **({"turn": turned_at - configured_at} if spec.gpu_lock else {}),
+                    **({"turn": turned_at - configured_at} if spec.gpu_locks else {}),
                     "model": host.asked_for_memory_at - turned_at,
                     "kv cache": built_at - host.asked_for_memory_at,
                 },
@@ -176,15 +176,17 @@ class Worker:
         self.loop.run()
         self._transfers.close()
         self._swaps.close()
+        self._host.stop()
         self._engine.shutdown()
-        self._memory.close()
+        self._host.close()
         self._port.close()
 
     def _make_swaps(self, spec: WorkerSpec, geometry: Geometry, mempool: MemPool) -> Swaps:
         if not spec.dram_bytes:
             return NoSwaps()
-        hbm = self._memory.tensor
-        assert hbm is not None  # the geometry comes from it
+        hbm = self._host.tensor
+        if hbm is None:
+            raise StartError("mempool.dram_gb: instances of several ranks have no DRAM tier yet")
         return make_swaps(
             mempool,
             geometry,
@@ -196,37 +198,14 @@ class Worker:
         )
 
 
-class _Host:
-    """What the connector finds in the engine's configuration (`connector.ConnectorHost`).
-
-    It exists before the engine does, and passes the running engine's hooks on to the loop.
-    """
-
-    def __init__(self, model: str, memory: KvMemory) -> None:
-        self._model = model
-        self._memory = memory
-        self.loop: EngineLoop | None = None
-        self.geometry: Geometry | None = None
-        self.asked_for_memory_at = time.monotonic()
-
-    def kv_cache_memory(self) -> AbstractContextManager[None] | None:
-        self.asked_for_memory_at = time.monotonic()
-        return place_kv_cache(self._memory.make)
-
-    def on_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_size: int) -> None:
-        self.geometry = geometry_of(self._model, block_size, kv_caches)
-        buffer = self._memory.tensor
-        memory = next(iter(kv_caches.values())).untyped_storage()
-        if buffer is None or memory.data_ptr() != buffer.data_ptr():
-            raise StartError("vLLM did not take the KV cache's memory from the shared buffer")
-
-    def on_scheduled(self, request_id: str, cached_tokens: int) -> None:
-        if self.loop is not None:
-            self.loop.on_scheduled(request_id, cached_tokens)
-
-    def on_finished(self, request: Request, block_ids: list[int]) -> None:
-        if self.loop is not None:
-            self.loop.on_finished(request, block_ids)
+def _build_engine(config: VllmConfig, spec: WorkerSpec, host: KvHost) -> Engine:
+    """Raises: what vLLM raises; StartError with a rank's own words, if it could say them."""
+    try:
+        return Engine(config, spec.loras)
+    except Exception as error:
+        if (reason := host.failure) is not None:
+            raise StartError(reason) from error
+        raise
 
 
 def describe(error: Exception, kv_bytes: int | None) -> str:
@@ -255,6 +234,16 @@ def _die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
+def _tie_forks_to_their_parents() -> None:
+    """From now on the kernel kills what is forked here, the ranks, when its parent dies."""
+    parent = [os.getpid()]
+
+    def note_parent() -> None:
+        parent[0] = os.getpid()
+
+    os.register_at_fork(before=note_parent, after_in_child=lambda: _die_with(parent[0]))
+
+
 def _set_up_process(spec: WorkerSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the orchestrator ends its workers, in order
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -279,20 +268,22 @@ def _require_device(device: str) -> None:
 
 
 @contextmanager
-def _turn_on_gpu(path: str) -> Iterator[None]:
-    """Keep others out that would build an engine on the same GPU; `path` is empty if nobody shares
-    it.
+def _turn_on_gpus(paths: Sequence[str]) -> Iterator[None]:
+    """Keep others out that would build an engine on one of the same GPUs; none: nobody shares them.
+
+    `paths`: a lock for each, in an order that is the same for all who want several.
 
     vLLM sizes its KV cache by what is free on the whole GPU before and after a trial run: another
     engine must not grow or shrink meanwhile. Waits for as long as the cluster manager lets it: that
     one ends workers which are not ready in time. The kernel lets go of the lock of a process that
     dies.
     """
-    if not path:
-        yield
-        return
-    with open(path, "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as locks:
+        for path in paths:
+            lock = locks.enter_context(open(path, "ab"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Not only closed: ranks that were forked meanwhile hold the same file open.
+            locks.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         yield
 
 

@@ -44,7 +44,7 @@ from memserve.messages import (
 )
 from memserve.types import BlockId, Geometry, InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.kvbuffer import KvBuffer
-from memserve.workers.links.base import Link, require_compatible
+from memserve.workers.links.base import Link, rank_peer, require_compatible
 from memserve.workers.links.shm import KIND, open_shm
 from memserve.workers.mempool import MemPool
 from memserve.workers.transfer import Transfers
@@ -218,7 +218,7 @@ class RemotePool:
         if not isinstance(peer, PeerJoined):
             raise ProtocolError(f"a peer answered {type(peer).__name__}, not PeerJoined")
         require_compatible(hello.geometry, peer.geometry, hello.peer, peer.peer)
-        return open_shm(buffer, hello.geometry, peer)
+        return open_shm(buffer, hello.geometry, rank_peer(KIND, peer))
 
     def _allocate(self, token_ids: Sequence[int], namespace: Namespace) -> Allocated:
         request_id = RequestId(self._new_id())
@@ -288,7 +288,7 @@ def _hello(name: str, buffer: KvBuffer, geometry: Geometry) -> PeerJoined:
         peer=InstanceId(name),
         peer_epoch=_EPOCH,
         geometry=geometry,
-        addresses={KIND: buffer.address},
+        addresses={KIND: (buffer.address,)},
     )
 
 

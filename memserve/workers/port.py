@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 
 import zmq
 
@@ -47,7 +48,10 @@ class Port:
     def wait(self, timeout_s: float) -> None:
         """Sleep until a command is there, a watched file descriptor is readable, or the time is
         over. No CPU is used meanwhile."""
-        self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000))
+        if timeout_s >= 0.001:
+            self._poller.poll(math.ceil(timeout_s * 1000))
+        elif not self._poller.poll(0) and timeout_s > 0:  # ZeroMQ counts in milliseconds
+            time.sleep(timeout_s)
 
     def receive(self) -> AnyCommand | None:
         """The next command, or None. What does not decode is logged and dropped."""

@@ -16,7 +16,7 @@ import msgspec
 
 from memserve.core.cost_model import BUILT_IN, Profile
 from memserve.errors import ProtocolError
-from memserve.types import InstanceId, Lora, Role
+from memserve.types import InstanceId, Lora, Role, TransferStyle
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Further fields of vLLM's `EngineArgs`."""
     loras: list[Lora] = []
     kv_bytes: int | None
-    """Size of the KV cache; None: what vLLM finds free."""
+    """Size of the KV cache, of all ranks together; None: what vLLM finds free."""
     layout: str = "auto"
     """auto, block_first or layer_first."""
     dram_bytes: int = 0
@@ -54,10 +54,13 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """cpu or cuda."""
     visible_gpus: tuple[str, ...] = ()
     """The GPUs as CUDA_VISIBLE_DEVICES names them: the worker's own first, then its peers'."""
-    gpu_lock: str = ""
-    """A file that instances which share a GPU lock while they measure it; empty: not needed."""
+    tp: int = 1
+    """Ranks, each a process of its own if there are several; on GPUs, each with one."""
+    gpu_locks: tuple[str, ...] = ()
+    """Files that instances which share GPUs lock while they measure them; none: not needed."""
     link: str = "auto"
     """The kind of link to use, or auto."""
+    style: TransferStyle = TransferStyle.REQUEST
 
 
 class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +80,8 @@ class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """As configured; `auto` is the model's own."""
     created: str
+    reduce_ranks: int = 0
+    """GPUs to measure all-reduces over; 0: there are not enough, or nothing of the kind."""
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):

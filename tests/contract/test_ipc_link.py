@@ -7,18 +7,22 @@ are some.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import cast
 
-import msgspec
 import pytest
 import torch
 
 from memserve.errors import StartError, TransferError
 from memserve.messages import PeerJoined
+from memserve.ops.build import BlockCopyLibrary
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.links import ipc
+from memserve.workers.links.base import Link, RankPeer
 from memserve.workers.links.choice import LinkChoice
 from memserve.workers.links.fake import FakeLink
+from memserve.workers.links.heads import Route
 from memserve.workers.links.ipc import IpcLink, open_ipc
 from tests.contract.gpu_rig import FakeDevice, FakeOps, FakeStream, Host
 from tests.contract.link_rig import buffer_bytes, fill_random, geometry, read_block
@@ -37,6 +41,7 @@ class Pair:
         self.target = GpuBuffer(self.receiver, buffer_bytes(shape))
         fill_random(self.source.tensor.numpy(), seed=3)
         self.streams = [FakeStream() for _ in range(num_streams)]
+        self.compute = FakeStream()
         self.ops = FakeOps()
         self.clock_s = 100.0
         self.link = IpcLink(
@@ -46,12 +51,17 @@ class Pair:
             shape,
             ops=self.ops,
             streams=self.streams,  # type: ignore[arg-type]
+            compute_stream=lambda: self.compute,  # type: ignore[arg-type,return-value]
             clock=lambda: self.clock_s,
         )
 
     def has_arrived(self, source_id: int, target_id: int) -> bool:
         source, target = self.source.tensor.numpy(), self.target.tensor.numpy()
         return read_block(source, SHAPE, source_id) == read_block(target, SHAPE, target_id)
+
+
+def _fill(memory: torch.Tensor, value: int) -> None:
+    memory.fill_(value)
 
 
 def ids(*numbers: int) -> list[BlockId]:
@@ -90,6 +100,23 @@ def test_nothing_waits_for_the_gpu_but_close() -> None:
     assert pair.has_arrived(1, 3) and pair.has_arrived(2, 4)  # it was queued, and has ended
     assert pair.sender.mapped == {} and pair.link.poll() == []
     assert not any(stream.queue for stream in pair.streams)
+
+
+def test_a_layer_is_read_behind_what_the_engine_has_queued_by_then() -> None:
+    pair = Pair()
+    source = pair.source.tensor
+    pair.compute.put(lambda: _fill(source, 5))
+    pair.compute.is_stuck = True
+    pair.link.send_layer(T1, 1, ids(1), ids(9))
+    pair.compute.put(lambda: _fill(source, 6))  # a later layer's work
+    assert [pair.link.poll() for _ in range(5)] == [[]] * 5
+    pair.compute.is_stuck = False
+    done = [c for _ in range(5) for c in pair.link.poll()]
+    assert [(c.transfer_id, c.error, c.size_bytes) for c in done] == [(T1, None, SHAPE.page_bytes)]
+    target = read_block(pair.target.tensor.numpy(), SHAPE, 9)
+    assert target == bytes(SHAPE.page_bytes) + bytes([5]) * SHAPE.page_bytes + bytes(
+        SHAPE.page_bytes
+    )
 
 
 def test_transfers_overtake_each_other() -> None:
@@ -198,23 +225,18 @@ def test_memory_whose_owner_is_gone_cannot_be_mapped() -> None:
         PeerGpuBuffer(FakeDevice(Host()), buffer.address)
 
 
-def test_a_peer_without_gpu_memory_is_refused() -> None:
-    device = FakeDevice(Host())
-    with pytest.raises(TransferError, match=r"D0 has no GPU memory.*offers: shm$"):
-        open_ipc(GpuBuffer(device, 64), SHAPE, _peer("shm"), device, torch.device("cuda", 0))
-
-
 def test_a_link_that_cannot_be_built_leaves_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_library(*_: object) -> None:
-        raise StartError("no nvcc")
+    def no_ops(*_: object) -> None:
+        raise TransferError("no way")
 
-    monkeypatch.setattr(ipc, "ipc_ops", no_library)
+    monkeypatch.setattr(ipc, "ipc_ops", no_ops)
     host = Host()
     owner, device = FakeDevice(host), FakeDevice(host)
     theirs, ours = (GpuBuffer(one, buffer_bytes(SHAPE)) for one in (owner, device))
-    peer = msgspec.structs.replace(_peer(), addresses={"ipc": theirs.address})
-    with pytest.raises(TransferError, match="no nvcc"):
-        open_ipc(ours, SHAPE, peer, device, torch.device("cuda", 0))
+    peer = RankPeer(InstanceId("D0"), 1, SHAPE, theirs.address)
+    library = cast(BlockCopyLibrary, None)  # nothing gets as far as that
+    with pytest.raises(TransferError, match="no way"):
+        open_ipc(ours, SHAPE, peer, device, torch.device("cuda", 0), library)
     assert device.mapped == {}
 
 
@@ -227,7 +249,7 @@ def _peer(*kinds: str) -> PeerJoined:
         peer=InstanceId("D0"),
         peer_epoch=1,
         geometry=SHAPE,
-        addresses=dict.fromkeys(kinds, "there"),
+        addresses=dict.fromkeys(kinds, ("there",)),
     )
 
 
@@ -241,8 +263,13 @@ class _Named(FakeLink):
         return self._name
 
 
-def _choice(*kinds: str, wanted: str = "auto") -> LinkChoice:
-    return LinkChoice({kind: lambda peer, kind=kind: _Named(kind) for kind in kinds}, wanted)  # type: ignore[misc]
+def _choice(*kinds: str, wanted: str = "auto", broken: Sequence[str] = ()) -> LinkChoice:
+    def open_lanes(kind: str, routes: Sequence[Route]) -> list[Link]:
+        if kind in broken:
+            raise TransferError(f"{kind} is on strike")
+        return [_Named(kind) for _ in routes]
+
+    return LinkChoice(SHAPE, kinds, open_lanes, wanted)
 
 
 @pytest.mark.parametrize(
@@ -274,3 +301,12 @@ def test_no_link_in_common_says_what_there_is(
 ) -> None:
     with pytest.raises(TransferError, match=words):
         _choice(*own, wanted=wanted)(_peer(*offered))
+
+
+def test_a_link_that_cannot_be_opened_leaves_the_way_to_the_next_kind() -> None:
+    peer = _peer("ipc", "nccl")
+    assert _choice("ipc", "nccl", broken=["ipc"])(peer).kind == "nccl"
+    with pytest.raises(TransferError, match=r"^no link to D0: ipc: ipc is on strike; nccl: .*ke$"):
+        _choice("ipc", "nccl", broken=["ipc", "nccl"])(peer)
+    with pytest.raises(TransferError, match=r"^no link to D0: ipc: ipc is on strike$"):
+        _choice("ipc", "nccl", broken=["ipc"], wanted="ipc")(peer)

@@ -3,9 +3,15 @@ memory of another process, and on a GPU that is itself a fake."""
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
 import random
-from collections.abc import Callable, Iterator
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,17 +20,30 @@ import torch
 
 from memserve.errors import GeometryMismatchError, StartError, TransferError
 from memserve.messages import PeerJoined
+from memserve.ops.blocks import library_for
 from memserve.ops.device_memory import CudaDeviceMemory
-from memserve.types import BlockId, Geometry, InstanceId, TransferId
+from memserve.types import BlockId, Geometry, InstanceId, TransferId, TransferStyle
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
-from memserve.workers.links.base import Completion, Link, plan_pieces, require_compatible
+from memserve.workers.links.base import (
+    Completion,
+    LayerLink,
+    Link,
+    RankPeer,
+    plan_pieces,
+    rank_peer,
+    require_compatible,
+)
 from memserve.workers.links.fake import FakeLink
+from memserve.workers.links.heads import Route
 from memserve.workers.links.ipc import NUM_STREAMS, IpcLink, ipc_ops
+from memserve.workers.links.ranked import RankedLink
 from memserve.workers.links.shm import ShmLink, open_shm
+from memserve.workers.rank_group import RankGroup
 from tests.contract.gpu_rig import FakeDevice, FakeOps, FakeStream, Host
 from tests.contract.link_rig import (
     NUM_BLOCKS,
+    NUM_LAYERS,
     PAGE_BYTES,
     PeerProcess,
     buffer_bytes,
@@ -33,6 +52,8 @@ from tests.contract.link_rig import (
     peer_process,
     read_block,
 )
+from tests.contract.nccl_rig import End, cuda_end
+from tests.contract.rank_rig import start_agent
 
 LAYOUTS = [
     ("block_first", "block_first"),
@@ -42,7 +63,48 @@ LAYOUTS = [
     ("padded", "padded"),
     ("padded", "block_first"),
 ]
+PEER_LAYOUTS = ("block_first", "layer_first", "padded")
+DEADLINE_S = 30.0
 T1, T2, T3 = TransferId("t1"), TransferId("t2"), TransferId("t3")
+
+
+class Counted:
+    """A link that knows how many transfers have not ended."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.num_open = 0
+
+    def send(
+        self,
+        transfer_id: TransferId,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        self.num_open += 1
+        self._link.send(transfer_id, source_ids, target_ids)
+
+    def send_layer(
+        self,
+        transfer_id: TransferId,
+        layer: int,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        assert isinstance(self._link, LayerLink)
+        self.num_open += 1
+        self._link.send_layer(transfer_id, layer, source_ids, target_ids)
+
+    def poll(self) -> list[Completion]:
+        done = self._link.poll()
+        self.num_open -= len(done)
+        return done
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        self._link.cancel(transfer_id)
+
+    def close(self) -> None:
+        self._link.close()
 
 
 class Wire:
@@ -51,16 +113,20 @@ class Wire:
     def __init__(
         self, link: Link, source: object, target: object, source_of: Geometry, target_of: Geometry
     ) -> None:
-        self.link = link
+        self.link = Counted(link)
         self.source = source
         self.target = target
         self.source_of = source_of
         self.target_of = target_of
 
     def run(self) -> list[Completion]:
-        """Poll until nothing more ends; links without a hold end within a few polls."""
+        """Poll until all that was sent has ended, and a while longer: nothing ends twice."""
         done: list[Completion] = []
-        for _ in range(1000):
+        deadline = time.monotonic() + DEADLINE_S
+        while self.link.num_open:
+            assert time.monotonic() < deadline, "a transfer does not end"
+            done += self.link.poll()
+        for _ in range(100):
             done += self.link.poll()
         return done
 
@@ -82,6 +148,7 @@ def as_bytes(memory: object) -> bytes:
 
 
 WireMaker = Callable[[str, str], Wire]
+DISCRETE = ", page by page"
 
 
 @pytest.fixture(scope="module")
@@ -96,22 +163,54 @@ class Maker:
 
     def __init__(self, kind: str, peer: Callable[[], PeerProcess]) -> None:
         self._kind = kind
+        self._is_discrete = kind.endswith(DISCRETE)
         self._peer = peer
         self._buffers: list[KvBuffer | GpuBuffer | PeerGpuBuffer] = []
         self._links: list[Link] = []
+        self._groups: list[RankGroup] = []
+        self._agents: list[threading.Thread] = []
+        self._ends: list[End] = []
+        self._numbers = itertools.count()
+        self._folder = tempfile.TemporaryDirectory()
 
     def __call__(self, source_layout: str, target_layout: str) -> Wire:
         source_of, target_of = geometry(source_layout), geometry(target_layout, NUM_BLOCKS + 4)
-        make = {"fake": self._fake, "ipc": self._ipc, "ipc on a fake GPU": self._ipc_on_fakes}
-        wire = make.get(self._kind, self._shm)(source_of, target_of)
+        make = {
+            "fake": self._fake,
+            "ipc": self._ipc,
+            "ipc on a fake GPU": self._ipc_on_fakes,
+            "by a rank's agent": self._by_agent,
+            "nccl": self._nccl,
+            "nccl on fakes": self._nccl_on_fakes,
+            "nccl on fakes across processes": self._nccl_on_fakes,
+        }
+        wire = make.get(self._kind.removesuffix(DISCRETE), self._shm)(source_of, target_of)
         self._links.append(wire.link)
         return wire
 
     def close(self) -> None:
         for link in self._links:
             link.close()
+        for group in self._groups:
+            group.close()
+        for agent in self._agents:
+            agent.join(20)
+            assert not agent.is_alive()
+        for end in self._ends:
+            end.close()
         for buffer in self._buffers:
             buffer.close()
+        self._folder.cleanup()
+
+    def _by_agent(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        inner = self._shm(source_of, target_of)
+        driver, end = multiprocessing.Pipe()
+        self._agents.append(start_agent(end, {"shm": lambda peer: inner.link}))
+        group = RankGroup([driver])
+        self._groups.append(group)
+        peer = RankPeer(InstanceId("D0"), 1, target_of, "there")
+        link = RankedLink(group.open("shm", [Route(0, peer)]))
+        return Wire(link, inner.source, inner.target, source_of, target_of)
 
     def _fake(self, source_of: Geometry, target_of: Geometry) -> Wire:
         source, target = bytearray(buffer_bytes(source_of)), bytearray(buffer_bytes(target_of))
@@ -123,13 +222,13 @@ class Maker:
         buffer = KvBuffer.create(buffer_bytes(source_of))
         self._buffers.append(buffer)
         fill_random(buffer.array, seed=1)
-        if self._kind == "shm":
+        if "across" not in self._kind:
             owned = KvBuffer.create(buffer_bytes(target_of))
             self._buffers.append(owned)
             mapped = KvBuffer.open(owned.address)
         else:
             mapped = KvBuffer.open(self._peer().ask("own", buffer_bytes(target_of)))
-        link = ShmLink(buffer, source_of, mapped, target_of)
+        link = ShmLink(buffer, source_of, mapped, target_of, is_discrete=self._is_discrete)
         return Wire(link, buffer.array, mapped.array, source_of, target_of)
 
     def _ipc(self, source_of: Geometry, target_of: Geometry) -> Wire:
@@ -144,8 +243,16 @@ class Maker:
         target, kept = PeerGpuBuffer(memory, address), PeerGpuBuffer(memory, address)
         self._buffers.append(kept)  # the tests look at the memory after the link has closed its own
         streams = [torch.cuda.Stream(device) for _ in range(NUM_STREAMS)]
-        ops = ipc_ops(device, source_of, target_of)
-        link = IpcLink(buffer.tensor, source_of, target, target_of, ops=ops, streams=streams)
+        style = TransferStyle.DISCRETE if self._is_discrete else TransferStyle.REQUEST
+        link = IpcLink(
+            buffer.tensor,
+            source_of,
+            target,
+            target_of,
+            ops=ipc_ops(library_for(device), source_of, target_of, style=style),
+            streams=streams,
+            is_discrete=self._is_discrete,
+        )
         torch.cuda.synchronize(device)
         return Wire(link, buffer.tensor, kept.tensor, source_of, target_of)
 
@@ -155,20 +262,82 @@ class Maker:
         buffer = GpuBuffer(device, buffer_bytes(source_of))
         fill_random(buffer.tensor.numpy(), seed=1)
         target = PeerGpuBuffer(device, GpuBuffer(FakeDevice(host), buffer_bytes(target_of)).address)
-        streams: list[Any] = [FakeStream() for _ in range(NUM_STREAMS)]
-        link = IpcLink(buffer.tensor, source_of, target, target_of, ops=FakeOps(), streams=streams)
+        streams: list[Any] = [FakeStream() for _ in range(NUM_STREAMS + 1)]
+        link = IpcLink(
+            buffer.tensor,
+            source_of,
+            target,
+            target_of,
+            ops=FakeOps(),
+            streams=streams[1:],
+            compute_stream=lambda: streams[0],
+            is_discrete=self._is_discrete,
+        )
         return Wire(link, buffer.tensor, target.tensor, source_of, target_of)
 
+    def _nccl_on_fakes(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        source = torch.zeros(buffer_bytes(source_of), dtype=torch.int8)
+        fill_random(source.numpy(), seed=1)
+        self._ends.append(sender := End("P0", source, source_of, Path(self._folder.name)))
+        if self._kind == "nccl on fakes":
+            target = torch.zeros(buffer_bytes(target_of), dtype=torch.int8)
+            self._ends.append(receiver := End("D0", target, target_of, Path(self._folder.name)))
+            peer = receiver.peer()
+        else:
+            address, peer = self._nccl_peer("cpu", target_of)
+            self._buffers.append(mapped := KvBuffer.open(address))
+            target = mapped.tensor
+        link = sender.endpoint.open(peer)
+        target.zero_()  # the warm-up has written the null block
+        return Wire(link, source, target, source_of, target_of)
 
-@pytest.fixture(
-    params=[
-        "fake",
-        "shm",
-        "shm across processes",
-        "ipc on a fake GPU",
-        pytest.param("ipc", marks=pytest.mark.gpu),
-    ]
-)
+    def _nccl(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        if torch.cuda.device_count() < 2:
+            pytest.skip("NCCL joins two GPUs, and there is one")
+        memory = CudaDeviceMemory(torch.device("cuda", 0))
+        self._buffers.append(buffer := GpuBuffer(memory, buffer_bytes(source_of)))
+        contents = bytearray(buffer_bytes(source_of))
+        fill_random(contents, seed=1)
+        buffer.tensor.copy_(torch.frombuffer(contents, dtype=torch.int8))
+        sender = cuda_end("P0", 0, buffer.tensor, source_of, Path(self._folder.name))
+        self._ends.append(sender)
+        address, peer = self._nccl_peer("cuda", target_of)
+        self._buffers.append(kept := PeerGpuBuffer(memory, address))
+        link = sender.endpoint.open(peer)
+        kept.tensor.zero_()
+        torch.cuda.synchronize()
+        return Wire(link, buffer.tensor, kept.tensor, source_of, target_of)
+
+    def _nccl_peer(self, device: str, target_of: Geometry) -> tuple[str, RankPeer]:
+        layout = next(n for n in PEER_LAYOUTS if geometry(n, NUM_BLOCKS + 4) == target_of)
+        name = f"D{next(self._numbers)}"
+        answer = self._peer().ask(
+            "own_nccl", device, layout, target_of.num_blocks, name, 1, self._folder.name
+        )
+        address, endpoint = answer.split()
+        return address, RankPeer(InstanceId(name), 1, target_of, endpoint)
+
+
+SENDS_LAYERS = [
+    "fake",
+    "shm",
+    "shm across processes",
+    "shm" + DISCRETE,
+    "ipc on a fake GPU",
+    "ipc on a fake GPU" + DISCRETE,
+    pytest.param("ipc", marks=pytest.mark.gpu),
+    pytest.param("ipc" + DISCRETE, marks=pytest.mark.gpu),
+]
+KINDS = [
+    *SENDS_LAYERS,
+    "by a rank's agent",
+    "nccl on fakes",
+    "nccl on fakes across processes",
+    pytest.param("nccl", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=KINDS)
 def make_wire(request: pytest.FixtureRequest) -> Iterator[WireMaker]:
     maker = Maker(request.param, lambda: request.getfixturevalue("peer"))
     yield maker
@@ -198,6 +367,40 @@ def test_blocks_arrive_whole_and_nothing_else_is_written(
             start = offset + target_id * wire.target_of.block_stride
             expected[start : start + PAGE_BYTES] = after[start : start + PAGE_BYTES]
     assert after == bytes(expected)
+
+
+@pytest.mark.parametrize("make_wire", SENDS_LAYERS, indirect=True)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_layers_arrive_one_by_one_and_each_ends_once(
+    make_wire: WireMaker, layouts: tuple[str, str]
+) -> None:
+    wire = make_wire(*layouts)
+    source_ids, target_ids = ids(3, 4, 9), ids(7, 8, 2)
+    for layer in (2, 0, 1):
+        offset, stride = wire.target_of.layer_offsets[layer], wire.target_of.block_stride
+        starts = [offset + block_id * stride for block_id in target_ids]
+        expected = bytearray(wire.target_bytes())
+        for source_id, start in zip(source_ids, starts, strict=True):
+            page = wire.source_block(source_id)[layer * PAGE_BYTES : (layer + 1) * PAGE_BYTES]
+            expected[start : start + PAGE_BYTES] = page
+        wire.link.send_layer(T1, layer, source_ids, target_ids)
+        (done,) = wire.run()
+        assert (done.transfer_id, done.error) == (T1, None)
+        assert done.size_bytes == 3 * PAGE_BYTES
+        assert wire.target_bytes() == bytes(expected)
+    for layer in range(3):
+        wire.link.send_layer(T1, layer, source_ids, target_ids)
+    assert [done.transfer_id for done in wire.run()] == [T1] * 3
+
+
+@pytest.mark.parametrize("make_wire", SENDS_LAYERS, indirect=True)
+def test_a_layer_of_blocks_that_do_not_exist_fails_and_writes_nothing(make_wire: WireMaker) -> None:
+    wire = make_wire("block_first", "block_first")
+    before = wire.target_bytes()
+    wire.link.send_layer(T1, 1, ids(0, 99), ids(1, 2))
+    (done,) = wire.run()
+    assert done.error is not None
+    assert wire.target_bytes() == before
 
 
 def test_each_transfer_ends_once(make_wire: WireMaker) -> None:
@@ -317,7 +520,7 @@ def test_writing_to_a_dead_peer_is_harmless_and_opening_one_fails() -> None:
     shape = geometry()
     with KvBuffer.create(buffer_bytes(shape)) as source, peer_process() as process:
         address = process.ask("own", buffer_bytes(shape))
-        link = open_shm(source, shape, joined(shape, {"shm": address}))
+        link = open_shm(source, shape, rank_of(shape, address))
         process.kill()
         link.send(T1, ids(1), ids(2))
         (done,) = link.poll()
@@ -327,19 +530,25 @@ def test_writing_to_a_dead_peer_is_harmless_and_opening_one_fails() -> None:
         link.close()
 
 
-def joined(of: Geometry, addresses: dict[str, str]) -> PeerJoined:
-    return PeerJoined(
-        epoch=1, peer=InstanceId("D0"), peer_epoch=1, geometry=of, addresses=addresses
+def rank_of(of: Geometry, address: str) -> RankPeer:
+    return RankPeer(InstanceId("D0"), 1, of, address)
+
+
+def test_a_peers_rank_is_known_by_its_address_and_number() -> None:
+    peer = PeerJoined(
+        epoch=1,
+        peer=InstanceId("D0"),
+        peer_epoch=3,
+        geometry=geometry(),
+        addresses={"tcp": ("host:1", "host:2")},
     )
-
-
-def test_a_peer_without_shared_memory_is_refused() -> None:
-    shape = geometry()
-    with (
-        KvBuffer.create(buffer_bytes(shape)) as source,
-        pytest.raises(TransferError, match=r"D0 has no shared memory.*offers: tcp"),
-    ):
-        open_shm(source, shape, joined(shape, {"tcp": "host:1"}))
+    second = rank_peer("tcp", peer, 1)
+    assert (second.peer, second.peer_epoch, second.address) == ("D0", 3, "host:2")
+    assert second.geometry.tp_rank == 1
+    with pytest.raises(TransferError, match=r"rank 2 of D0 has no .* tcp; D0 offers: tcp$"):
+        rank_peer("tcp", peer, 2)
+    with pytest.raises(TransferError, match=r"rank 0 of D0 has no .* shm; D0 offers: tcp$"):
+        rank_peer("shm", peer)
 
 
 def test_a_geometry_larger_than_the_buffer_is_refused() -> None:
@@ -347,7 +556,7 @@ def test_a_geometry_larger_than_the_buffer_is_refused() -> None:
     size_bytes = buffer_bytes(shape)
     with KvBuffer.create(size_bytes) as source, KvBuffer.create(size_bytes - 1) as target:
         with pytest.raises(TransferError, match=f"covers {size_bytes} bytes"):
-            open_shm(source, shape, joined(shape, {"shm": target.address}))
+            open_shm(source, shape, rank_of(shape, target.address))
         target.array[:] = 1  # the owner's mapping is not touched by the failed opening
 
 
@@ -390,6 +599,13 @@ def test_aggregated_blocks_travel_as_one_piece_per_run() -> None:
     assert plan_pieces(shape, shape, [], []) == []
 
 
+def test_discrete_blocks_travel_page_by_page_in_every_layout() -> None:
+    for layout in ("block_first", "layer_first", "padded"):
+        shape = geometry(layout)
+        pieces = plan_pieces(shape, shape, ids(1, 2, 3), ids(5, 6, 7), is_discrete=True)
+        assert len(pieces) == 3 * NUM_LAYERS and {length for *_, length in pieces} == {PAGE_BYTES}
+
+
 def test_layer_first_blocks_travel_as_one_piece_per_layer_and_run() -> None:
     shape = geometry("layer_first")
     pieces = plan_pieces(shape, shape, ids(3, 4), ids(7, 8))
@@ -413,26 +629,38 @@ def test_pieces_cover_random_blocks_exactly_once(layouts: tuple[str, str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("changes", "text"),
     [
-        ("model", "other"),
-        ("dtype", "bfloat16"),
-        ("block_size", 8),
-        ("num_kv_heads", 2),
-        ("page_bytes", 32),
-        ("page_order", "NHC"),
-        ("layer_offsets", (0, 64)),
-        ("tp_size", 2),
-        ("tp_rank", 1),
+        ({"model": "other"}, "model is 'tiny' on P0 and 'other' on D1"),
+        ({"dtype": "bfloat16"}, "dtype is 'float32' on P0 and 'bfloat16' on D1"),
+        ({"block_size": 8}, "block_size is 4 on P0 and 8 on D1"),
+        ({"num_kv_heads": 4}, "KV heads of the model is 2 on P0 and 4 on D1"),
+        ({"tp_size": 2}, "KV heads of the model is 2 on P0 and 4 on D1"),
+        ({"page_bytes": 32}, "bytes of a head in a page is 32.0 on P0 and 16.0 on D1"),
+        ({"page_order": "NHC"}, "page_order is 'HNC' on P0 and 'NHC' on D1"),
+        ({"layer_offsets": (0, 64)}, "num_layers is 3 on P0 and 2 on D1"),
     ],
 )
-def test_a_mismatch_names_both_values(field: str, value: object) -> None:
-    own, peer = geometry(), geometry(**{field: value})
-    name = "num_layers" if field == "layer_offsets" else field
+def test_a_mismatch_names_both_values(changes: dict[str, object], text: str) -> None:
+    own, peer = geometry(num_kv_heads=2), geometry(**{"num_kv_heads": 2, **changes})
     with pytest.raises(GeometryMismatchError) as caught:
         require_compatible(own, peer, InstanceId("P0"), InstanceId("D1"))
-    text = f"{name} is {getattr(own, name)!r} on P0 and {getattr(peer, name)!r} on D1"
     assert text in str(caught.value)
+
+
+def test_ranks_may_differ_where_heads_can_be_split() -> None:
+    whole = geometry(num_kv_heads=3, page_bytes=96)
+    third = geometry(page_bytes=32, tp_size=3, tp_rank=1, page_order="NHC")
+    require_compatible(whole, third, InstanceId("P0"), InstanceId("D1"))
+    require_compatible(third, whole, InstanceId("D1"), InstanceId("P0"))
+
+
+def test_heads_that_cannot_be_split_are_refused_with_both_degrees() -> None:
+    whole = geometry(num_kv_heads=3, page_bytes=96)
+    other = geometry(page_bytes=32, tp_size=2, total_kv_heads=3)
+    words = r"P0 and D1 cannot .* 3 KV heads .* 2 ranks \(TP 1 on P0, TP 2 on D1\)"
+    with pytest.raises(GeometryMismatchError, match=words):
+        require_compatible(whole, other, InstanceId("P0"), InstanceId("D1"))
 
 
 def test_layout_and_size_may_differ() -> None:

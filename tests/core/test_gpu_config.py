@@ -10,10 +10,10 @@ import pytest
 
 from memserve import config, engine_args
 from memserve.config import Config, load
-from memserve.core.gpu_plan import GpuPlan, describe_plan, plan_gpus
+from memserve.core.gpu_plan import GpuPlan, describe_plan, describe_tp, parse_tp, plan_gpus
 from memserve.core.mode import parse_mode
 from memserve.errors import ConfigError
-from memserve.types import InstanceId
+from memserve.types import InstanceId, Role
 
 Machine = Callable[..., None]
 
@@ -38,8 +38,10 @@ def _instances(mode: str) -> list[InstanceId]:
     return [instance for instance, _ in parse_mode(mode).instances()]
 
 
-def _plan(mode: str, num_gpus: int, tp: int | None = None, max_tp: int = 8) -> GpuPlan:
-    return plan_gpus(_instances(mode), num_gpus, tp, max_tp=max_tp)
+def _plan(mode: str, num_gpus: int, tp: int | str | None = None) -> GpuPlan:
+    instances = parse_mode(mode).instances()
+    roles = list(dict(instances).values())
+    return plan_gpus(instances, num_gpus, None if tp is None else parse_tp(tp, roles))
 
 
 # ── the plan ──────────────────────────────────────────────────────────────────────────────────
@@ -62,7 +64,8 @@ def test_tp_is_the_largest_power_of_two_that_fits(
     mode: str, num_gpus: int, tp: int, gpus_of: dict[str, tuple[int, ...]], unused: tuple[int, ...]
 ) -> None:
     plan = _plan(mode, num_gpus)
-    assert (plan.tp, plan.gpus_of, plan.unused) == (tp, gpus_of, unused)
+    assert (plan.gpus_of, plan.unused) == (gpus_of, unused)
+    assert {len(gpus) for gpus in plan.gpus_of.values()} == {tp}
 
 
 @pytest.mark.parametrize("mode", ["1PD", "2PD", "1P1D", "1P2D+1PD", "3P4D"])
@@ -71,25 +74,57 @@ def test_every_plan_is_fair_and_whole(mode: str, num_gpus: int) -> None:
     plan = _plan(mode, num_gpus)
     instances = _instances(mode)
     assert list(plan.gpus_of) == instances
+    tp = len(plan.gpus_of[instances[0]])
     for instance, gpus in plan.gpus_of.items():
-        assert len(set(gpus)) == plan.tp and set(gpus) <= set(range(num_gpus))
+        assert len(set(gpus)) == tp and set(gpus) <= set(range(num_gpus))
         order = plan.visible_order(instance)
-        assert order[: plan.tp] == gpus and len(set(order)) == len(order)
+        assert order[:tp] == gpus and len(set(order)) == len(order)
         assert set(order) == set(range(num_gpus)) - set(plan.unused)
     sharing = [plan.num_sharing(instance) for instance in instances]
     assert max(sharing) == -(-len(instances) // num_gpus)  # nobody shares without need
-    assert 2 * plan.tp * len(instances) > num_gpus or 2 * plan.tp > 8
+    assert 2 * tp * len(instances) > num_gpus or 2 * tp > 8
 
 
-def test_a_given_tp_is_kept_or_refused() -> None:
-    assert _plan("1P1D", 8, 2).gpus_of == {"P0": (0, 1), "D0": (2, 3)}
-    assert _plan("1PD", 3, 3).gpus_of == {"PD0": (0, 1, 2)}
-    with pytest.raises(
-        ConfigError, match=r"tp: 3 instances of 4 GPUs each do not fit 8.*at most 2"
-    ):
-        _plan("1P2D", 8, 4)
-    with pytest.raises(ConfigError, match=r"cluster.tp: 2 asked for, but.*allowed: 1$"):
-        plan_gpus(_instances("1P1D"), 8, 2)
+@pytest.mark.parametrize(
+    ("mode", "num_gpus", "tp", "gpus_of"),
+    [
+        ("1P1D", 8, 2, {"P0": (0, 1), "D0": (2, 3)}),
+        ("1PD", 3, 3, {"PD0": (0, 1, 2)}),
+        ("1P1D", 2, "P=2,D=1", {"P0": (0, 1), "D0": (0,)}),
+        ("1P1D", 2, "D=2", {"P0": (0,), "D0": (0, 1)}),
+        ("1P1D", 2, 2, {"P0": (0, 1), "D0": (0, 1)}),
+        ("1P2D", 3, "P=2", {"P0": (0, 1), "D0": (2,), "D1": (0,)}),
+        ("2P1D", 3, "P=2", {"P0": (0, 1), "P1": (1, 2), "D0": (0,)}),
+        ("1P1D+1PD", 8, "PD=4,P=2", {"P0": (0, 1), "D0": (2,), "PD0": (3, 4, 5, 6)}),
+    ],
+)
+def test_a_given_tp_is_kept_and_gpus_are_shared_where_they_must(
+    mode: str, num_gpus: int, tp: int | str, gpus_of: dict[str, tuple[int, ...]]
+) -> None:
+    assert _plan(mode, num_gpus, tp).gpus_of == gpus_of
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_gpus", "tp", "words"),
+    [
+        ("1P2D", 2, 4, "cluster.tp: 4 asked for, but 2 GPUs are to be used; allowed: 1 to 2$"),
+        ("1P1D", 1, "P=2", "cluster.tp: 2 asked for, but 1 GPU is to be used; allowed: 1$"),
+        ("1P1D", 4, "PD=2", "cluster.tp: 'PD=2', but the mode has no PD; allowed: P, D$"),
+        ("1P1D", 4, "P=0", "cluster.tp: 'P=0' is not allowed; allowed: a number, or .* P=2,D=1$"),
+    ],
+)
+def test_a_tp_that_cannot_be_is_refused(
+    mode: str, num_gpus: int, tp: int | str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _plan(mode, num_gpus, tp)
+
+
+@pytest.mark.parametrize("tp", [3, "P=2,D=1", "P=1,D=4"])
+def test_degrees_are_described_as_they_are_read(tp: int | str) -> None:
+    roles = [Role.PREFILL, Role.DECODE]
+    assert describe_tp(parse_tp(tp, roles)) == tp
+    assert describe_tp(parse_tp("D=1", roles)) == 1
 
 
 def test_the_plan_in_one_line() -> None:
@@ -177,7 +212,7 @@ def test_gpus_of_a_mode(machine: Machine) -> None:
     plan = config.gpu_plan(loaded)
     assert plan is not None and plan.unused == ()
     assert _set("cluster.gpus=8", "mempool.hbm_mb=64").kv_bytes == 64 << 20
-    plan = config.gpu_plan(_set("cluster.gpus=8"))
+    plan = config.gpu_plan(_set("cluster.gpus=8", "cluster.tp=1"))
     assert plan is not None and plan.unused == (2, 3, 4, 5, 6, 7)
 
 
@@ -197,6 +232,29 @@ def test_the_cpu_has_no_plan(machine: Machine) -> None:
     loaded = _set()
     assert config.gpu_plan(loaded) is None
     assert (loaded.cluster.gpus, loaded.cluster.tp) == (None, 1)
+    assert config.tp_in_force(loaded) == {"P0": 1, "D0": 1}
+
+
+def test_ranks_on_the_cpu_are_processes_and_need_no_gpus(machine: Machine) -> None:
+    machine(0, "cpu")
+    loaded = _set("cluster.tp=3")
+    assert (loaded.cluster.gpus, loaded.cluster.tp) == (None, 3)
+    assert config.tp_in_force(_set("cluster.tp=P=3,D=1")) == {"P0": 3, "D0": 1}
+    assert _set("cluster.tp=D=2").cluster.tp == "P=1,D=2"
+
+
+def test_the_mode_decides_how_many_gpus_its_ranks_take(machine: Machine) -> None:
+    machine(8)
+    loaded = _set("cluster.tp=P=4,D=2")
+    assert (loaded.cluster.gpus, loaded.cluster.tp) == (6, "P=4,D=2")
+    assert config.tp_in_force(loaded) == {"P0": 4, "D0": 2}
+    assert _set("cluster.gpus=8").cluster.tp == 4
+
+
+def test_the_dram_tier_needs_instances_of_one_rank(machine: Machine) -> None:
+    machine(0, "cpu")
+    with pytest.raises(ConfigError, match=r"mempool.dram_gb: 2 asked for, but .*cluster.tp above"):
+        _set("cluster.tp=P=3", "mempool.dram_gb=2")
 
 
 @pytest.mark.parametrize(
@@ -229,8 +287,9 @@ def test_the_cpu_has_no_plan(machine: Machine) -> None:
             "cluster.gpus: 8 asked for, but the installed vLLM is built for the",
         ),
         (8, "cuda", ["gpus=1", "device=cpu"], "gpus: 1 asked for, but cluster.device is 'cpu'"),
-        (0, "cpu", ["tp=2"], "cluster.tp: 2 asked for, but no GPU is visible here; allowed: 1"),
-        (8, "cuda", ["tp=2"], "cluster.tp: 2 asked for, but instances with tensor parallelism"),
+        (1, "cuda", ["tp=2"], "cluster.tp: 2 asked for, but 1 GPU is to be used; allowed: 1$"),
+        (0, "cpu", ["tp=P=x"], "cluster.tp: 'P=x' .* an integer above 0 or one for each role"),
+        (0, "cpu", ["tp=0"], "cluster.tp: 0 .* an integer above 0 or one for each role"),
         (1, "cuda", ["gpus=2"], "gpus: 2 asked for, but 1 is visible here; allowed: 1$"),
         (4, "cuda", ["gpus=5"], "gpus: 5 asked for, but 4 are visible here; allowed: 1 to 4$"),
     ],
@@ -254,7 +313,15 @@ def test_refused(
             "transfer.link=shm",
             "'shm' does not reach the memory of device cuda.*auto, ipc",
         ),
+        (2, "cuda", "transfer.style=layers", "style.*request, discrete, chunk"),
         (0, "cpu", "transfer.link=ipc", "'ipc' does not reach the memory of device cpu.*auto, shm"),
+        (0, "cpu", "transfer.link=nccl", "'nccl' does not reach the memory of .*auto, shm$"),
+        (
+            1,
+            "cuda",
+            "transfer.link=nccl",
+            "NCCL cannot join P0 and D0, which share GPU 0; allowed: auto, ipc$",
+        ),
     ],
 )
 def test_values_that_do_not_fit_the_device(
@@ -263,6 +330,18 @@ def test_values_that_do_not_fit_the_device(
     machine(gpus, engine)
     with pytest.raises(ConfigError, match=words):
         _set(assignment)
+
+
+def test_layers_are_not_sent_by_several_ranks(machine: Machine) -> None:
+    machine(4, "cuda")
+    assert _set("transfer.style=layer").transfer.style == "layer"
+    with pytest.raises(ConfigError, match=r"style: 'layer' asked for.*chunk, or cluster.tp = 1$"):
+        _set("transfer.style=layer", "cluster.tp=2")
+
+
+def test_nccl_between_instances_with_gpus_of_their_own(machine: Machine) -> None:
+    machine(2, "cuda")
+    assert _set("transfer.link=nccl").transfer.link == "nccl"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ EXAMPLES: dict[object, object] = {
     bool: True,
     list[int]: [0, 1, 2**31 - 1],
     list[str]: ["request r1"],
-    dict[str, str]: {"shm": "/proc/1/fd/3"},
+    dict[str, tuple[str, ...]]: {"shm": ("/proc/1/fd/3", "/proc/2/fd/3")},
     dict[str, float]: {"imports": 1.5},
     list[TokenOutput]: [TokenOutput(RequestId("r1"), 1, [5], "stop")],
     Namespace: Namespace("salt", "lora"),

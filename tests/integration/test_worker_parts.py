@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
 import threading
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from memserve.errors import StartError
+from memserve.types import InstanceId
 from memserve.workers import main
-from memserve.workers.compat import geometry_of
+from memserve.workers.kv_layout import geometry_of
 from memserve.workers.kv_memory import GpuKvMemory, HostKvMemory, kv_memory
+from memserve.workers.links.base import Rank
 from tests.contract.link_rig import geometry
 
 pytestmark = pytest.mark.integration
@@ -35,11 +38,11 @@ def test_engines_on_one_gpu_are_built_one_after_the_other(tmp_path: Path) -> Non
     second_has_begun, second_may_end = threading.Event(), threading.Event()
 
     def second() -> None:
-        with main._turn_on_gpu(str(path)):
+        with main._turn_on_gpus((str(path),)):
             second_has_begun.set()
             assert second_may_end.wait(30)
 
-    with main._turn_on_gpu(str(path)):
+    with main._turn_on_gpus((str(path),)):
         thread = threading.Thread(target=second)
         thread.start()
         assert _is_locked(path)
@@ -53,13 +56,25 @@ def test_engines_on_one_gpu_are_built_one_after_the_other(tmp_path: Path) -> Non
 
 def test_a_failed_start_lets_the_next_one_begin(tmp_path: Path) -> None:
     path = tmp_path / "gpu-0.lock"
-    with pytest.raises(StartError, match="no room"), main._turn_on_gpu(str(path)):
+    with pytest.raises(StartError, match="no room"), main._turn_on_gpus((str(path),)):
         raise StartError("no room")
     assert not _is_locked(path)
 
 
+def test_ranks_that_were_forked_meanwhile_do_not_keep_the_turn(tmp_path: Path) -> None:
+    path = tmp_path / "gpu-0.lock"
+    with main._turn_on_gpus((str(path),)):
+        fds = [fd for fd in Path("/proc/self/fd").iterdir() if fd.resolve() == path]
+        assert fds
+        rank = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[int(f.name) for f in fds])
+    try:
+        assert not _is_locked(path)
+    finally:
+        rank.communicate(timeout=30)
+
+
 def test_an_engine_alone_on_its_gpu_takes_no_turn(tmp_path: Path) -> None:
-    with main._turn_on_gpu(""):
+    with main._turn_on_gpus(()):
         assert list(tmp_path.iterdir()) == []
 
 
@@ -72,11 +87,12 @@ def test_a_device_that_the_engine_was_not_built_for_is_refused() -> None:
         main._require_device("cuda")
 
 
-def test_memory_by_device() -> None:
-    memory = kv_memory("cuda")
+def test_memory_by_device(tmp_path: Path) -> None:
+    rank = Rank(InstanceId("P0"), 1, 0)
+    memory = kv_memory("cuda", rank, tmp_path)
     assert isinstance(memory, GpuKvMemory)  # and CUDA is not touched by that
     assert memory.tensor is None and memory.addresses == {} and memory.openers(geometry()) == {}
-    assert isinstance(kv_memory("cpu"), HostKvMemory)
+    assert isinstance(kv_memory("cpu", rank, tmp_path), HostKvMemory)
 
 
 def test_host_memory_is_made_once_and_offered() -> None:

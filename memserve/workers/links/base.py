@@ -1,26 +1,30 @@
 """What a link is: the way from this instance's KV blocks into one peer's.
 
-Collaborators: `transfer.py` opens one link per peer, through `choice.py`, and is the only caller;
-`shm.py` (CPU), `ipc.py` (GPUs of one host) and `fake.py` (tests) are links.
+Collaborators: `transfer.py` opens one link per peer, through `choice.py`; `sending.py` calls it,
+with transfers in one part or in several, each of which is a transfer of its own to the link;
+`shm.py` (CPU), `ipc.py` and `nccl.py` (GPUs of one host) and `fake.py` (tests) are links.
 `tests/contract/test_links.py` holds what every link must do.
 
-All links so far are one-sided: the sender writes, the receiver only counts what it is told. A
-two-sided link (NCCL) needs the receiver to post the blocks of a transfer when it allocates them;
-its place is a method beside `send`, called by the receiving `Transfers`. `send` and `poll` are
-apart so that a link may work in the background, on a stream or a thread of its own.
+Links are one-sided: the sender writes, the receiver only counts what it is told. Where the wire is
+two-sided (NCCL), the receiving end is a thread that nobody else knows. `send` and `poll` are apart
+so that a link may work in the background, on a stream or a thread of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
+from memserve.core.head_split import split_heads
 from memserve.errors import GeometryMismatchError, TransferError
 from memserve.messages import PeerJoined
-from memserve.types import BlockId, Geometry, InstanceId, TransferId
+from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
+
+if TYPE_CHECKING:
+    from memserve.ops.views import Rows
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -63,8 +67,69 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop everything; on return the link touches no memory. No completions follow."""
+        """Stop everything; on return the link touches no memory. No completions follow.
+
+        For a two-sided link that includes what this life of the peer writes here.
+        """
         ...
+
+
+@runtime_checkable
+class LayerLink(Link, Protocol):
+    """A link that can send a block's layers one by one, as they are computed."""
+
+    def send_layer(
+        self,
+        transfer_id: TransferId,
+        layer: int,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        """As `send`, for the pages of one layer, which are read as the work queued so far on the
+        device leaves them.
+
+        May be called once for each layer under the same id: each call has its own completion.
+        """
+        ...
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One rank of one life of an instance."""
+
+    instance: InstanceId
+    epoch: int
+    rank: int
+
+
+class RankPeer(msgspec.Struct, frozen=True):
+    """One rank of a peer, as one rank of this instance writes to it: what a kind of link opens.
+
+    The heads are those that both ranks have: `own_heads` of this rank's pages go into `peer_heads`
+    of the peer's, of every block that is sent. None: all of them, the usual case of equal ranks.
+    `heads.rows_of` says which rows of a page that is, on either side.
+    """
+
+    peer: InstanceId
+    peer_epoch: int
+    geometry: Geometry
+    """Of that rank of the peer."""
+    address: str
+    """Where its memory is, in the words of the link's kind."""
+    own_heads: Heads | None = None
+    peer_heads: Heads | None = None
+
+
+def rank_peer(kind: str, peer: PeerJoined, rank: int = 0) -> RankPeer:
+    """Rank `rank` of the peer, all heads. Raises: TransferError if it has no such memory."""
+    addresses = peer.addresses.get(kind, ())
+    if rank >= len(addresses):
+        offered = ", ".join(sorted(peer.addresses)) or "none"
+        raise TransferError(
+            f"rank {rank} of {peer.peer} has no memory for a link of kind {kind};"
+            f" {peer.peer} offers: {offered}"
+        )
+    geometry = msgspec.structs.replace(peer.geometry, tp_rank=rank)
+    return RankPeer(peer.peer, peer.peer_epoch, geometry, addresses[rank])
 
 
 class LinkOpener(Protocol):
@@ -75,32 +140,45 @@ class LinkOpener(Protocol):
         ...
 
 
-_MUST_BE_EQUAL = (
-    "model",
-    "dtype",
-    "block_size",
-    "num_layers",
-    "num_kv_heads",
-    "page_bytes",
-    "page_order",
-    "tp_rank",
-    "tp_size",
-)
-
-
 def require_compatible(
     own: Geometry, peer: Geometry, own_name: InstanceId, peer_name: InstanceId
 ) -> None:
-    """Whether a block of one means the same on the other. Raises: GeometryMismatchError."""
+    """Whether a block of one means the same on the other. Raises: GeometryMismatchError.
+
+    The ranks may differ in number: `head_split` says which heads go where, and refuses what cannot
+    be split.
+    """
+    here, there = _meaning(own), _meaning(peer)
+    if own.num_kv_heads == 1 or peer.num_kv_heads == 1:
+        del here["page_order"], there["page_order"]  # one head's page is the same in either
     differences = [
-        f"{name} is {getattr(own, name)!r} on {own_name} and {getattr(peer, name)!r} on {peer_name}"
-        for name in _MUST_BE_EQUAL
-        if getattr(own, name) != getattr(peer, name)
+        f"{name} is {here[name]!r} on {own_name} and {there[name]!r} on {peer_name}"
+        for name in here
+        if here[name] != there[name]
     ]
+    if not differences:
+        try:
+            split_heads(own.model_kv_heads, own.tp_size, peer.tp_size)
+        except GeometryMismatchError as error:
+            degrees = f"TP {own.tp_size} on {own_name}, TP {peer.tp_size} on {peer_name}"
+            differences = [f"{error} ({degrees})"]
     if differences:
         raise GeometryMismatchError(
             f"{own_name} and {peer_name} cannot exchange KV blocks: {'; '.join(differences)}"
         )
+
+
+def _meaning(geometry: Geometry) -> dict[str, object]:
+    """What must be equal on both sides, by its name for people."""
+    return {
+        "model": geometry.model,
+        "dtype": geometry.dtype,
+        "block_size": geometry.block_size,
+        "num_layers": geometry.num_layers,
+        "KV heads of the model": geometry.model_kv_heads,
+        "bytes of a head in a page": geometry.page_bytes / geometry.num_kv_heads,
+        "page_order": geometry.page_order,
+    }
 
 
 Piece = tuple[int, int, int]
@@ -112,11 +190,17 @@ def plan_pieces(
     target: Geometry,
     source_ids: Sequence[BlockId],
     target_ids: Sequence[BlockId],
+    rows: tuple[Rows, Rows] | None = None,
+    *,
+    is_discrete: bool = False,
+    layer: int | None = None,
 ) -> list[Piece]:
     """The fewest contiguous pieces that make up these blocks; pure.
 
     Aggregated blocks give one piece per run of neighbouring blocks. If the pages of a block lie
-    apart on either side, each of the L layers gives its own pieces.
+    apart on either side, each of the L layers gives its own pieces. With `rows`, only that part of
+    each page goes, on either side (`heads.rows_of`), row by row. `is_discrete`: every page is a
+    piece of its own, however it lies. `layer`: the pages of that one layer only.
     Raises: TransferError for block ids that do not exist or do not pair up.
     """
     if len(source_ids) != len(target_ids):
@@ -124,13 +208,16 @@ def plan_pieces(
     _require_existing(source, source_ids, "source")
     _require_existing(target, target_ids, "target")
     runs = _runs(source_ids, target_ids)
-    if has_whole_blocks(source) and has_whole_blocks(target):
+    if layer is not None:
+        source, target = source.only(layer), target.only(layer)
+    layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
+    if rows is not None:
+        layers = _rows_of_layers(source, target, *rows)
+    elif not is_discrete and has_whole_blocks(source) and has_whole_blocks(target):
         layers = [(source.layer_offsets[0], target.layer_offsets[0], source.block_bytes)]
-    else:
-        layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
     pieces: list[Piece] = []
     for source_offset, target_offset, size in layers:
-        if not source.block_stride == target.block_stride == size:
+        if is_discrete or not source.block_stride == target.block_stride == size:
             runs = _single(runs)
         pieces += (
             (
@@ -141,6 +228,23 @@ def plan_pieces(
             for first_source, first_target, length in runs
         )
     return pieces
+
+
+def _rows_of_layers(
+    source: Geometry, target: Geometry, source_rows: Rows, target_rows: Rows
+) -> list[Piece]:
+    """Every row of block 0, as offsets and size."""
+    return [
+        (
+            source_layer + source_rows.offset + row * source_rows.stride,
+            target_layer + target_rows.offset + row * target_rows.stride,
+            source_rows.size_bytes,
+        )
+        for source_layer, target_layer in zip(
+            source.layer_offsets, target.layer_offsets, strict=True
+        )
+        for row in range(source_rows.count)
+    ]
 
 
 def _require_existing(geometry: Geometry, block_ids: Sequence[BlockId], side: str) -> None:

@@ -1,0 +1,256 @@
+"""NCCL between two ranks, by its C library: sends and receives that can be given up.
+
+Communicators are non-blocking: nothing here waits for the other rank, so that its death never holds
+a thread. `progress` says whether what was asked for is on its way, and raises once NCCL has failed.
+
+Collaborators: `workers/links/nccl_worker.py` drives one communicator per thread;
+`workers/links/nccl_fake.py` is the same over sockets, for machines without a GPU. The library is
+the one that torch has loaded already, so that there is one NCCL in a process. It is called directly
+and not through vLLM's wrapper, which makes blocking communicators: those cannot be given up while
+they are made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from memserve.errors import StartError, TransferError
+
+ID_BYTES = 128
+MAX_CTAS = 16
+"""Multiprocessors that a transfer may take of the engine, and of its collectives (a power of two).
+Both ends must say the same. `bench/fig11_transfer.py --sweep` compares."""
+
+_SUCCESS, _IN_PROGRESS = 0, 7
+_UINT8 = 1
+_API_MAGIC = 0xCAFEBEEF
+_UNDEFINED = -(2**31)
+_CONFIG_VERSION = 21800
+"""The oldest NCCL whose configuration has all that is set here; newer ones read it as such."""
+_SONAME = "libnccl.so.2"
+
+
+class Communicator(Protocol):
+    """Two ranks, of which this is one. One thread makes all calls."""
+
+    def progress(self) -> bool:
+        """Whether all that was asked for is queued on its stream, so that more may be asked for.
+
+        Right after `join`: whether both ranks are there. Raises: TransferError; `abort` it then.
+        """
+        ...
+
+    def send(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
+        """Send each part, bytes in contiguous memory, as the other rank's `receive` names them.
+
+        Raises: TransferError, also if the last call has not made its progress.
+        """
+        ...
+
+    def receive(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
+        """The other end of `send`: as many parts of the same sizes."""
+        ...
+
+    def abort(self) -> None:
+        """Give up. What is on a stream ends soon, with any contents; no call may follow."""
+        ...
+
+
+class Fabric(Protocol):
+    """Where communicators come from."""
+
+    def new_id(self) -> bytes:
+        """Names a communicator to be; `ID_BYTES` long. Raises: TransferError."""
+        ...
+
+    def join(self, unique_id: bytes, rank: int) -> Communicator:
+        """Be rank 0 or 1 of it; `progress` says when both are there. Raises: TransferError."""
+        ...
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_byte * ID_BYTES),)
+
+
+class _Config(ctypes.Structure):
+    """`ncclConfig_t` of `_CONFIG_VERSION`."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cgaClusterSize", ctypes.c_int),
+        ("minCTAs", ctypes.c_int),
+        ("maxCTAs", ctypes.c_int),
+        ("netName", ctypes.c_char_p),
+        ("splitShare", ctypes.c_int),
+    )
+
+
+def _config(max_ctas: int) -> _Config:
+    return _Config(
+        size=ctypes.sizeof(_Config),
+        magic=_API_MAGIC,
+        version=_CONFIG_VERSION,
+        blocking=0,
+        cgaClusterSize=_UNDEFINED,
+        minCTAs=_UNDEFINED,
+        maxCTAs=max_ctas,
+        netName=None,
+        splitShare=_UNDEFINED,
+    )
+
+
+class NcclFabric:
+    """Communicators of the calling thread's current GPU."""
+
+    def __init__(self, *, max_ctas: int = MAX_CTAS) -> None:
+        """Raises: StartError (no NCCL on this machine)."""
+        self._functions = _open()
+        self._max_ctas = max_ctas
+
+    @property
+    def version(self) -> int:
+        """As NCCL counts: 22907 is 2.29.7."""
+        version = ctypes.c_int()
+        self._functions.ncclGetVersion(ctypes.byref(version))
+        return version.value
+
+    def new_id(self) -> bytes:
+        unique_id = _UniqueId()
+        code = self._functions.ncclGetUniqueId(ctypes.byref(unique_id))
+        if code != _SUCCESS:
+            raise TransferError(f"NCCL gives no id: {_text(self._functions, code)}")
+        return bytes(unique_id)
+
+    def join(self, unique_id: bytes, rank: int) -> NcclCommunicator:
+        if len(unique_id) != ID_BYTES:
+            raise TransferError(f"an id of {len(unique_id)} bytes, not {ID_BYTES}")
+        communicator = ctypes.c_void_p()
+        code = self._functions.ncclCommInitRankConfig(
+            ctypes.byref(communicator),
+            2,
+            _UniqueId.from_buffer_copy(unique_id),
+            rank,
+            ctypes.byref(_config(self._max_ctas)),
+        )
+        if code not in (_SUCCESS, _IN_PROGRESS):
+            raise TransferError(f"NCCL makes no communicator: {_text(self._functions, code)}")
+        return NcclCommunicator(self._functions, communicator, peer=1 - rank)
+
+
+class NcclCommunicator:
+    """See `Communicator`."""
+
+    def __init__(self, functions: ctypes.CDLL, communicator: ctypes.c_void_p, *, peer: int) -> None:
+        self._functions = functions
+        self._communicator: ctypes.c_void_p | None = communicator
+        self._peer = peer
+
+    def progress(self) -> bool:
+        state = ctypes.c_int()
+        code = self._functions.ncclCommGetAsyncError(self._open(), ctypes.byref(state))
+        self._require(code)
+        self._require(state.value)
+        return state.value == _SUCCESS
+
+    def send(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
+        self._group(self._functions.ncclSend, parts, stream)
+
+    def receive(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
+        self._group(self._functions.ncclRecv, parts, stream)
+
+    def abort(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:  # its result tells nothing: it is over in any case
+            self._functions.ncclCommAbort(communicator)
+
+    def _group(
+        self,
+        function: Callable[..., int],
+        parts: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """One launch for all parts."""
+        communicator = self._open()
+        self._require(self._functions.ncclGroupStart())
+        codes = [
+            function(
+                part.data_ptr(), part.nbytes, _UINT8, self._peer, communicator, stream.cuda_stream
+            )
+            for part in parts
+        ]
+        codes.append(self._functions.ncclGroupEnd())
+        for code in codes:
+            self._require(code)
+
+    def _open(self) -> ctypes.c_void_p:
+        if self._communicator is None:
+            raise TransferError("the communicator was aborted")
+        return self._communicator
+
+    def _require(self, code: int) -> None:
+        if code not in (_SUCCESS, _IN_PROGRESS):
+            raise TransferError(f"NCCL failed: {_text(self._functions, code)}")
+
+
+def _text(functions: Any, code: int) -> str:
+    text: bytes = functions.ncclGetErrorString(code)
+    return text.decode()
+
+
+def library_paths() -> Iterator[str]:
+    """Where NCCL may be: loaded already or on the loader's path, then in its Python package."""
+    yield _SONAME
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return
+    for folder in (found.submodule_search_locations if found else None) or ():
+        yield str(Path(folder, "lib", _SONAME))
+
+
+def _open() -> ctypes.CDLL:
+    problems = []
+    for path in library_paths():
+        try:
+            return _declare(ctypes.CDLL(path))
+        except (OSError, AttributeError) as error:
+            problems.append(str(error))
+    raise StartError(f"no NCCL on this machine: {'; '.join(problems)}")
+
+
+def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
+    """Argument types: without them ctypes would cut pointers to 32 bits."""
+    integer, pointer = ctypes.c_int, ctypes.c_void_p
+    transfer = (pointer, ctypes.c_size_t, integer, integer, pointer, pointer)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "ncclGetVersion": (ctypes.POINTER(integer),),
+        "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
+        "ncclCommInitRankConfig": (
+            ctypes.POINTER(pointer),
+            integer,
+            _UniqueId,
+            integer,
+            ctypes.POINTER(_Config),
+        ),
+        "ncclCommGetAsyncError": (pointer, ctypes.POINTER(integer)),
+        "ncclCommAbort": (pointer,),
+        "ncclGroupStart": (),
+        "ncclGroupEnd": (),
+        "ncclSend": transfer,
+        "ncclRecv": transfer,
+    }
+    for name, kinds in arguments.items():
+        function = getattr(functions, name)
+        function.argtypes, function.restype = kinds, integer
+    functions.ncclGetErrorString.argtypes = (integer,)
+    functions.ncclGetErrorString.restype = ctypes.c_char_p
+    return functions

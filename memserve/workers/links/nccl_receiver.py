@@ -1,0 +1,161 @@
+"""The receiving end of one direction: the thread that a peer's connection gets.
+
+It posts receives as transfers are announced, scatters what arrives into this rank's blocks, and
+says `Done` when that is complete. It ends with its socket, with a failure of NCCL, or by `close`:
+in each case the communicator is aborted and the copies have run dry before the socket is closed.
+
+Collaborators: `nccl.py` accepts the connection; `nccl_sender.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+
+from memserve.errors import TransferError
+from memserve.ops.nccl import Communicator
+from memserve.ops.views import BlockView
+from memserve.types import Heads
+from memserve.workers.links.ipc import Event
+from memserve.workers.links.nccl_pipe import InPipe
+from memserve.workers.links.nccl_wire import (
+    Announce,
+    Done,
+    Hello,
+    PeerGoneError,
+    Refusal,
+    Welcome,
+    Wire,
+)
+from memserve.workers.links.nccl_worker import POLL_S, LinkThread, Machinery
+
+logger = logging.getLogger(__name__)
+
+
+class _Arrival(msgspec.Struct):
+    number: int
+    size_bytes: int
+    queued: list[Event]
+
+
+class Receiver(LinkThread):
+    """Writes what one rank of a peer sends into blocks of this one."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        machinery: Machinery,
+        view_of: Callable[[Heads | None], BlockView],
+        admit: Callable[[Receiver, Hello], None],
+    ) -> None:
+        """Takes over the socket.
+
+        `view_of`: this rank's blocks, of those heads alone; raises TransferError. `admit` is asked
+        in the thread whether this peer may write; raises TransferError if not.
+        """
+        super().__init__("nccl from a peer", machinery)
+        self._wire: Wire = Wire(sock)
+        self._view_of = view_of
+        self._admit = admit
+        self.hello: Hello | None = None
+        """Who writes; None before it is admitted."""
+        self._heard: deque[Hello | Announce] = deque()
+        self._arriving: deque[_Arrival] = deque()
+        self._progress_at = 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it touches no memory any more."""
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        communicator: Communicator | None = None
+        pipe: InPipe | None = None
+        wire, settings = self._wire, self._settings
+        try:
+            hello = self._greeting()
+            view = self._view_of(hello.heads)
+            _require_same_size(hello, view)
+            self._admit(self, hello)
+            self.hello = hello
+            wire.send(Welcome())
+            communicator = self._machinery.fabric.join(hello.unique_id, rank=1)
+            self._until(communicator.progress, settings.open_s, "making the communicator")
+            pipe = InPipe(self._machinery.gpu, communicator, view, hello.chunk_blocks, hello.pieces)
+            self._work(communicator, pipe, view.block_bytes)
+        except PeerGoneError:
+            logger.debug("%s has ended", self._thread.name)
+        except TransferError as error:
+            logger.warning("%s: %s", self._thread.name, error)
+            wire.send(Refusal(str(error)))
+        finally:
+            self._end_passage(communicator, pipe)
+            wire.close()
+
+    def _greeting(self) -> Hello:
+        self._until(lambda: bool(self._heard), self._settings.open_s, "waiting for a greeting")
+        hello = self._heard.popleft()
+        if not isinstance(hello, Hello):
+            raise TransferError(f"a link begins with Hello, not {type(hello).__name__}")
+        self._thread.name = f"nccl from {hello.instance}"
+        return hello
+
+    def _work(self, communicator: Communicator, pipe: InPipe, block_bytes: int) -> NoReturn:
+        """Until the peer or the link ends; either raises."""
+        while True:
+            self._check()
+            if self._heard:
+                self._post(self._heard.popleft(), communicator, pipe, block_bytes)
+            elif self._arriving:
+                communicator.progress()
+                if self._clock() > self._progress_at + self._settings.stall_s:
+                    raise TransferError(f"no progress in {self._settings.stall_s:g} s")
+                time.sleep(POLL_S)
+            else:
+                self._idle(self._wire)
+
+    def _post(
+        self,
+        announced: Hello | Announce,
+        communicator: Communicator,
+        pipe: InPipe,
+        block_bytes: int,
+    ) -> None:
+        """Queue the arrival of one transfer."""
+        if not isinstance(announced, Announce):
+            raise TransferError("the peer greets twice")
+        ahead, stall_s = self._settings.chunks_ahead, self._settings.stall_s
+        for _ in pipe.transfer(announced.block_ids):
+            self._until(
+                lambda: communicator.progress() and pipe.num_under_way < ahead,
+                stall_s,
+                "the chunks before",
+            )
+        size_bytes = len(announced.block_ids) * block_bytes
+        self._arriving.append(_Arrival(announced.number, size_bytes, pipe.mark()))
+        self._progress_at = self._clock()
+
+    def _look(self) -> None:
+        """Also says what has arrived."""
+        while self._arriving and all(event.query() for event in self._arriving[0].queued):
+            arrival = self._arriving.popleft()
+            self._wire.send(Done(arrival.number, arrival.size_bytes))
+            self._progress_at = self._clock()
+        while (frame := self._wire.receive()) is not None:
+            if not isinstance(frame, Hello | Announce):
+                raise TransferError(f"a sender may not say {type(frame).__name__}")
+            self._heard.append(frame)
+
+
+def _require_same_size(hello: Hello, view: BlockView) -> None:
+    if hello.block_bytes != view.block_bytes:
+        raise TransferError(
+            f"{hello.instance} sends {hello.block_bytes} bytes of a block,"
+            f" {view.block_bytes} fit here"
+        )

@@ -1,0 +1,277 @@
+"""The sending end of one direction: the thread behind an `NcclLink`.
+
+    send ─▶ inbox ─Announce, chunks─▶ pending ─Done─▶ completed
+                                         └ the peer is gone, NCCL fails, nothing moves:
+                                           abort, wait for the peer's end, all fail
+
+A failed transfer completes only when the receiver has closed its end, which it does once it writes
+no block any more: whoever frees those blocks then, frees them for good. A way that is broken is
+made anew by the next transfer, with another communicator.
+
+Collaborators: `nccl.py` owns the thread; `nccl_receiver.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import NoReturn
+
+import msgspec
+
+from memserve.errors import TransferError
+from memserve.ops.nccl import Communicator
+from memserve.ops.views import BlockView
+from memserve.types import BlockId, TransferId
+from memserve.workers.links.base import Completion, Rank, RankPeer
+from memserve.workers.links.nccl_pipe import OutPipe
+from memserve.workers.links.nccl_wire import Announce, Done, Hello, Refusal, Welcome, Wire
+from memserve.workers.links.nccl_worker import ClosingError, LinkThread, Machinery
+
+logger = logging.getLogger(__name__)
+
+_LISTEN_S = 0.001
+"""Between two looks at the communicator while the peer's `Done` is awaited; that ends the wait."""
+_WARM_UP = TransferId("")
+"""Nobody else's, and completes for nobody."""
+_WARM_BLOCK = BlockId(0)
+"""vLLM's null block: it stands in for blocks that are not needed, and nobody reads it."""
+
+
+class Job(msgspec.Struct):
+    """One transfer, from `send` to its completion."""
+
+    transfer_id: TransferId
+    source_ids: Sequence[BlockId]
+    target_ids: Sequence[BlockId]
+    started_s: float
+    size_bytes: int = 0
+    error: str | None = None
+
+
+class Sender(LinkThread):
+    """Sends blocks of `view` to one rank of a peer."""
+
+    def __init__(
+        self, own: Rank, view: BlockView, peer: RankPeer, path: str, machinery: Machinery
+    ) -> None:
+        """`path`: of the socket on which the peer accepts."""
+        super().__init__(f"nccl to {peer.peer}", machinery)
+        self._own = own
+        self._view = view
+        self._peer = peer
+        self._path = path
+        self._chunk_blocks = max(1, self._settings.chunk_bytes // view.block_bytes)
+        self._inbox: deque[Job] = deque()
+        self._pending: dict[int, Job] = {}
+        self._completed: deque[Job] = deque()
+        self._number = 0
+        self._is_welcome = False
+        self._num_under_way = 0
+        self._progress_at = 0.0
+        self._has_opened = False
+        self._problem = "the link was closed"
+        self._outcome = threading.Event()
+
+    # ── the engine's thread ───────────────────────────────────────────────────────────────────
+
+    def open(self) -> None:
+        """Start, and wait until the way is warm. Raises: TransferError; `close` it in any case."""
+        self.start()
+        patience_s = self._settings.open_s + self._settings.quiet_s
+        if not self._outcome.wait(patience_s):
+            raise TransferError(f"no way to {self._peer.peer} by NCCL in {patience_s:g} s")
+        if not self._has_opened:
+            raise TransferError(self._problem)
+
+    def put(self, job: Job) -> None:
+        """Send it when those before it are queued."""
+        self._inbox.append(job)
+        self._wake.set()
+
+    def take(self) -> list[Completion]:
+        """What has ended since the last call."""
+        jobs = [self._completed.popleft() for _ in range(len(self._completed))]
+        return [
+            Completion(j.transfer_id, j.size_bytes, self._clock() - j.started_s, j.error)
+            for j in jobs
+        ]
+
+    # ── the thread ────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    self._serve()
+                except TransferError as error:
+                    self._problem = str(error)
+                self._fail_all(self._problem)
+                if not self._has_opened:
+                    return
+                logger.warning("the way to %s is broken: %s", self._peer.peer, self._problem)
+                self._await_job()
+        finally:
+            self._fail_all("the link has ended")
+            self._outcome.set()
+
+    def _serve(self) -> NoReturn:
+        """Make a way and use it until it breaks. Raises: ClosingError, TransferError."""
+        wire = self._wire = self._connect()
+        communicator: Communicator | None = None
+        pipe: OutPipe | None = None
+        try:
+            communicator = self._machinery.fabric.join(self._greet(wire), rank=0)
+            self._until(communicator.progress, self._settings.open_s, "making the communicator")
+            pipe = OutPipe(
+                self._machinery.gpu,
+                communicator,
+                self._view,
+                self._chunk_blocks,
+                self._settings.pieces,
+            )
+            self._warm_up(communicator, pipe)
+            self._work(wire, communicator, pipe)
+        except (TransferError, ClosingError):
+            raise
+        except Exception as error:  # a broken way must not end the thread, which has jobs to fail
+            logger.exception("the way to %s", self._peer.peer)
+            raise TransferError(f"{type(error).__name__}: {error}") from error
+        finally:
+            wire.end()
+            self._end_passage(communicator, pipe)
+            self._await_quiet(wire)
+            wire.close()
+
+    def _connect(self) -> Wire:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(self._settings.quiet_s)
+            sock.connect(self._path)
+        except OSError as error:
+            sock.close()
+            reason = error.strerror or str(error)
+            raise TransferError(f"{self._peer.peer} does not answer: {reason}") from error
+        self._is_welcome = False
+        return Wire(sock)
+
+    def _greet(self, wire: Wire) -> bytes:
+        """Introduce this end; returns the id of the communicator that both join now."""
+        unique_id = self._machinery.fabric.new_id()
+        wire.send(
+            Hello(
+                instance=self._own.instance,
+                epoch=self._own.epoch,
+                rank=self._own.rank,
+                peer=self._peer.peer,
+                peer_epoch=self._peer.peer_epoch,
+                unique_id=unique_id,
+                heads=self._peer.peer_heads,
+                block_bytes=self._view.block_bytes,
+                chunk_blocks=self._chunk_blocks,
+                pieces=self._settings.pieces,
+            )
+        )
+        self._until(lambda: self._is_welcome, self._settings.open_s, "waiting for an answer")
+        return unique_id
+
+    def _warm_up(self, communicator: Communicator, pipe: OutPipe) -> None:
+        """The first pass sets connections up, which takes long; and it shows that the way works."""
+        job = Job(_WARM_UP, [_WARM_BLOCK], [_WARM_BLOCK], self._clock())
+        self._launch(job, communicator, pipe)
+        self._until(
+            lambda: pipe.num_under_way == 0 and not self._pending,
+            self._settings.open_s,
+            "the first block",
+        )
+        self._has_opened = True
+        self._outcome.set()
+
+    def _work(self, wire: Wire, communicator: Communicator, pipe: OutPipe) -> NoReturn:
+        """Until the way breaks or the link is closed; either raises."""
+        while True:
+            self._check()
+            if self._inbox:
+                self._launch(self._inbox.popleft(), communicator, pipe)
+            elif self._pending:
+                communicator.progress()
+                num_before, self._num_under_way = self._num_under_way, pipe.num_under_way
+                if self._num_under_way < num_before:
+                    self._progress_at = self._clock()
+                if self._clock() > self._progress_at + self._settings.stall_s:
+                    raise TransferError(f"no progress in {self._settings.stall_s:g} s")
+                self._idle(wire, _LISTEN_S)
+            else:
+                self._idle(wire)
+
+    def _launch(self, job: Job, communicator: Communicator, pipe: OutPipe) -> None:
+        """Announce a transfer, and queue all its chunks."""
+        if job.error is not None:  # cancelled before it began
+            self._complete(job)
+            return
+        assert self._wire is not None
+        self._number += 1
+        self._pending[self._number] = job
+        self._wire.send(Announce(self._number, list(job.target_ids)))
+        ahead, stall_s = self._settings.chunks_ahead, self._settings.stall_s
+        for _ in pipe.transfer(job.source_ids):
+            self._until(
+                lambda: communicator.progress() and pipe.num_under_way < ahead,
+                stall_s,
+                "the chunks before",
+            )
+        self._progress_at = self._clock()
+
+    def _look(self) -> None:
+        assert self._wire is not None
+        while (frame := self._wire.receive()) is not None:
+            match frame:
+                case Welcome():
+                    self._is_welcome = True
+                case Done() if frame.number in self._pending:
+                    job = self._pending.pop(frame.number)
+                    job.size_bytes = frame.size_bytes
+                    self._progress_at = self._clock()
+                    self._complete(job)
+                case Refusal():
+                    raise TransferError(f"{self._peer.peer}: {frame.reason}")
+                case _:
+                    raise TransferError(f"{self._peer.peer} says {type(frame).__name__}")
+
+    def _await_quiet(self, wire: Wire) -> None:
+        """Until the receiver has closed its end. When closing, not for ever."""
+        closing_since: float | None = None
+        wire.listen_for_end()
+        while not wire.is_ended:
+            if self._is_closing:
+                closing_since = closing_since or self._clock()
+                if self._clock() > closing_since + self._settings.quiet_s:
+                    logger.error("%s has not said that it is quiet", self._peer.peer)
+                    return
+            self._idle(wire, self._settings.quiet_s)
+            wire.listen_for_end()
+
+    def _await_job(self) -> None:
+        """Raises: ClosingError."""
+        while not self._inbox:
+            if self._is_closing:
+                raise ClosingError
+            self._wake.wait()
+            self._wake.clear()
+
+    def _fail_all(self, problem: str) -> None:
+        """What the way took along, and what waits for it."""
+        jobs = list(self._pending.values())
+        self._pending.clear()
+        while self._inbox:
+            jobs.append(self._inbox.popleft())
+        for job in jobs:
+            job.error = job.error or problem
+            self._complete(job)
+
+    def _complete(self, job: Job) -> None:
+        if job.transfer_id != _WARM_UP:
+            self._completed.append(job)

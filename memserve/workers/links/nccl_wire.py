@@ -1,0 +1,229 @@
+"""What the two ends of an NCCL link say to each other, over a Unix socket beside the communicator.
+
+      sender (rank 0)                                receiver (rank 1)
+      Hello: who I am, the communicator's id     ──▶
+                                                 ◀──  Welcome
+      Announce: these blocks of yours, in chunks ──▶  posts their receives
+      ═══ the chunks, through the communicator ════▶
+                                                 ◀──  Done: so many bytes are in these blocks
+
+NCCL names the other rank alone, not what is meant for where. So the order of a communicator is the
+order of the announcements, and both are one thread's matter at each end. The receiver's closing of
+its end is its word that it writes no block any more; the kernel gives it for one that dies.
+
+Each frame is a big-endian 32-bit length and a msgpack body. Collaborators: `nccl_sender.py`,
+`nccl_receiver.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from typing import TypeAlias
+
+import msgspec
+
+from memserve.errors import TransferError
+from memserve.types import BlockId, Heads, InstanceId
+
+_HEADER = struct.Struct(">I")
+_MAX_FRAME_BYTES = 64 << 20
+"""Block ids of far more than any prompt: a longer frame means that the stream is broken."""
+_READ_BYTES = 1 << 16
+
+
+class Pieces(enum.Enum):
+    """In which pieces blocks cross. Links use the first; the others are for comparison."""
+
+    STAGED = "staged"
+    """Gathered into staging memory, one piece a chunk."""
+    BLOCKS = "blocks"
+    """From and into the KV memory, one piece an aggregated block, a chunk's in one launch."""
+    PAGES = "pages"
+    """The same, one piece and one launch for each layer of each block."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Opens a direction. What names the peer tells the receiver that it is the one meant."""
+
+    instance: InstanceId
+    epoch: int
+    rank: int
+    peer: InstanceId
+    peer_epoch: int
+    unique_id: bytes
+    heads: Heads | None
+    """Of the receiver's pages; None: all."""
+    block_bytes: int
+    """Of a block, those heads alone."""
+    chunk_blocks: int
+    pieces: Pieces
+
+
+class Announce(msgspec.Struct, frozen=True, tag=True):
+    """The next transfer: the receiver's blocks, in the order of the sender's."""
+
+    number: int
+    block_ids: list[BlockId]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The receiver joins the communicator now."""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """All blocks of a transfer are in the receiver's memory."""
+
+    number: int
+    size_bytes: int
+    """By the receiver's count."""
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """Why the receiver ends the direction; nothing follows."""
+
+    reason: str
+
+
+Frame: TypeAlias = Hello | Announce | Welcome | Done | Refusal
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+class PeerGoneError(TransferError):
+    """The other end has closed, or its process has died."""
+
+
+class Wire:
+    """Frames over a connected socket; nothing waits but `wait`. One thread makes all calls."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Takes over the socket."""
+        sock.setblocking(False)
+        self._socket = sock
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self._frames: deque[Frame] = deque()
+        self.is_ended = False
+        """Whether the other end has closed."""
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; it leaves as the other end reads."""
+        body = _encoder.encode(frame)
+        self._outgoing += _HEADER.pack(len(body)) + body
+        self._flush()
+
+    def receive(self) -> Frame | None:
+        """The next frame, if it is there.
+
+        Raises: PeerGoneError once the other end has closed and all frames are read; TransferError
+        for what is no frame.
+        """
+        self._flush()
+        self._read()
+        self._decode()
+        if self._frames:
+            return self._frames.popleft()
+        if self.is_ended:
+            raise PeerGoneError("the peer is gone")
+        return None
+
+    def wait(self, wake: Wake, timeout_s: float | None = None) -> None:
+        """Until a frame may be there, or `wake` is set, or the time is over."""
+        if self._frames:
+            return
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        poller.register(wake, select.POLLIN)
+        poller.poll(None if timeout_s is None else timeout_s * 1000)
+
+    def listen_for_end(self) -> None:
+        """Take no interest in what else the other end says."""
+        self._read()
+        self._incoming.clear()
+        self._frames.clear()
+
+    def end(self) -> None:
+        """Say that nothing more will be sent; the other end can still speak."""
+        self._outgoing.clear()
+        with contextlib.suppress(OSError):  # it may be gone
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._outgoing.clear()  # what it said before it went may still be read
+
+    def _read(self) -> None:
+        while not self.is_ended:
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:  # it died with unread data in its buffer
+                data = b""
+            self.is_ended = not data
+            self._incoming += data
+
+    def _decode(self) -> None:
+        while len(self._incoming) >= _HEADER.size:
+            size: int = _HEADER.unpack_from(self._incoming)[0]
+            if size > _MAX_FRAME_BYTES:
+                raise TransferError(f"a frame of {size} bytes; at most {_MAX_FRAME_BYTES}")
+            end = _HEADER.size + size
+            if len(self._incoming) < end:
+                return
+            body = bytes(self._incoming[_HEADER.size : end])
+            del self._incoming[:end]
+            try:
+                self._frames.append(_decoder.decode(body))
+            except msgspec.MsgspecError as error:
+                raise TransferError(f"not a frame of an NCCL link: {error}") from error
+
+
+class Wake:
+    """Ends another thread's `Wire.wait`, now or the next one. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def set(self) -> None:
+        with self._lock:  # by another thread's close the number may be somebody else's
+            if not self._is_closed:
+                os.eventfd_write(self._fd, 1)
+
+    def wait(self) -> None:
+        """Until it is set."""
+        poller = select.poll()
+        poller.register(self, select.POLLIN)
+        poller.poll()
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Nobody waits any more. Idempotent."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._fd)

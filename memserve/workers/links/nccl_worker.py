@@ -1,0 +1,146 @@
+"""The thread of one direction of an NCCL link: what its two ends have in common.
+
+A thread owns its socket, its communicator and its streams. It waits for nothing that cannot be
+given up: each wait watches the socket and a deadline, so that a dead or stuck peer ends in an error
+here, and `close` ends it from outside. When it ends, the communicator has been aborted and the
+streams have run dry: only then may anybody think that it touches no memory.
+
+Collaborators: `nccl_sender.py` and `nccl_receiver.py` are the two ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import msgspec
+
+from memserve.errors import TransferError
+from memserve.ops.nccl import Communicator, Fabric
+from memserve.workers.links.nccl_pipe import CHUNK_BYTES, Gpu, Pipe
+from memserve.workers.links.nccl_wire import Pieces, Wake, Wire
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 20e-6
+"""Between two looks at the GPU while something is under way: what is late by it costs bandwidth."""
+
+_QUICK_LOOKS = 20
+"""Without a pause between them: a launch takes less time than the shortest sleep."""
+
+
+class NcclSettings(msgspec.Struct, frozen=True):
+    """How transfers are cut up, and how long each wait may take."""
+
+    chunk_bytes: int = CHUNK_BYTES
+    pieces: Pieces = Pieces.STAGED
+    chunks_ahead: int = 16
+    """Queued on the stream at most: more than the engine's thread can hold this one up for, and
+    few enough for a stream's queue."""
+    open_s: float = 20.0
+    """For connecting, making the communicator and warming it up: a few seconds on a busy host."""
+    stall_s: float = 10.0
+    """Without any progress of a transfer, the way is taken for broken."""
+    quiet_s: float = 2.0
+    """When closing: for the peer's word that it writes nothing any more."""
+
+
+class Machinery(msgspec.Struct, frozen=True):
+    """What all directions of one rank share."""
+
+    fabric: Fabric
+    gpu: Gpu
+    settings: NcclSettings
+    clock: Callable[[], float] = time.monotonic
+
+
+class ClosingError(Exception):
+    """`close` was called: the thread is to end."""
+
+
+class LinkThread(ABC):
+    """Start it, then `close` it. Its socket is `_wire`, as soon as there is one."""
+
+    def __init__(self, name: str, machinery: Machinery) -> None:
+        self._machinery = machinery
+        self._settings = machinery.settings
+        self._clock = machinery.clock
+        self._wake = Wake()
+        self._wire: Wire | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def ask_to_close(self) -> None:
+        """Have the thread end soon; it may be asked from any thread."""
+        self._is_closing = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread; on return it touches no memory. Idempotent.
+
+        A GPU that hangs keeps this waiting until the cluster manager ends the worker, which sends
+        no heartbeat meanwhile.
+        """
+        self.ask_to_close()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._wake.close()
+
+    @abstractmethod
+    def _run(self) -> None:
+        """In the thread, on its GPU. May end in ClosingError."""
+
+    def _main(self) -> None:
+        try:
+            self._machinery.gpu.enter()
+            self._run()
+        except ClosingError:
+            pass
+        except Exception:  # the thread's boundary
+            logger.exception("%s has ended", self._thread.name)
+
+    # ── waiting ───────────────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def _look(self) -> None:
+        """Take what the peer has said. Raises: PeerGoneError, TransferError."""
+
+    def _check(self) -> None:
+        if self._is_closing:
+            raise ClosingError
+        self._look()
+
+    def _until(self, condition: Callable[[], bool], patience_s: float, what: str) -> None:
+        """Raises: ClosingError; TransferError if the peer is gone, or it takes longer."""
+        deadline = self._clock() + patience_s
+        num_looks = 0
+        while not condition():
+            self._check()
+            if self._clock() > deadline:
+                raise TransferError(f"{what}: nothing in {patience_s:g} s")
+            num_looks += 1
+            if num_looks > _QUICK_LOOKS:
+                time.sleep(POLL_S)
+
+    def _idle(self, wire: Wire, timeout_s: float | None = None) -> None:
+        """Sleep until the peer speaks or `_wake` is set."""
+        wire.wait(self._wake, timeout_s)
+        self._wake.clear()
+
+    @staticmethod
+    def _end_passage(communicator: Communicator | None, pipe: Pipe | None) -> None:
+        """Give the communicator up, and wait until what was queued has run dry."""
+        if communicator is not None:
+            communicator.abort()
+        if pipe is None:
+            return
+        queued = pipe.mark()
+        while not all(event.query() for event in queued):
+            time.sleep(POLL_S)
+        pipe.close()

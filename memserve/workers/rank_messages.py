@@ -1,0 +1,116 @@
+"""What an instance's driver and its ranks say to each other, over one pipe for each rank.
+
+    driver (engine loop)                       rank r (agent thread)
+        │◀── Joined or Failed ────────────────── │   the engine is being built
+        │ OpenLink(link, peer's rank) ─────────▶ │
+        │◀─────────────────────────────── Opened │
+        │ SendBlocks(link, transfer, blocks) ──▶ │   ══ heads ══▶ peer's rank
+        │ CancelSend(link, transfer) ──────────▶ │
+        │◀──────────────── Ended(link, transfer) │   exactly once for each SendBlocks
+        │ CloseLink(link) ─────────────────────▶ │
+        │◀─────────────────────────────── Closed │   no memory is touched for it any more
+
+Collaborators: `rank_group.py` is the driver's end, `rank_agent.py` the rank's. The pipe exists
+before vLLM forks the ranks; its closing is each side's word that it is gone.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import TypeAlias
+
+import msgspec
+
+from memserve.types import BlockId, Geometry, TransferId
+from memserve.workers.links.base import Completion, RankPeer
+
+
+class OpenLink(msgspec.Struct, frozen=True, tag=True):
+    """Open and warm up a link to one rank of a peer."""
+
+    link: int
+    """The driver's number for it, never used twice."""
+    kind: str
+    peer: RankPeer
+
+
+class SendBlocks(msgspec.Struct, frozen=True, tag=True):
+    """`Link.send`."""
+
+    link: int
+    transfer_id: TransferId
+    source_ids: list[BlockId]
+    target_ids: list[BlockId]
+
+
+class CancelSend(msgspec.Struct, frozen=True, tag=True):
+    """`Link.cancel`."""
+
+    link: int
+    transfer_id: TransferId
+
+
+class CloseLink(msgspec.Struct, frozen=True, tag=True):
+    """`Link.close`; unknown links are closed already."""
+
+    link: int
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """The rank has its KV cache."""
+
+    pid: int
+    geometry: Geometry
+    addresses: dict[str, str]
+    """Kind of link → where peers find the buffer."""
+    asked_for_memory_at: float
+    """When vLLM came to allocate the KV cache, by the monotonic clock of this machine."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The rank cannot have its KV cache; vLLM ends it, and says less about it."""
+
+    message: str
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `OpenLink`."""
+
+    link: int
+    error: str | None
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A transfer has ended on this rank."""
+
+    link: int
+    completion: Completion
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `CloseLink`."""
+
+    link: int
+
+
+Order: TypeAlias = OpenLink | SendBlocks | CancelSend | CloseLink
+Report: TypeAlias = Joined | Failed | Opened | Ended | Closed
+
+_encoder = msgspec.msgpack.Encoder()
+_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def put(connection: Connection, message: Order | Report) -> None:
+    """Raises: OSError if the other end is gone."""
+    connection.send_bytes(_encoder.encode(message))
+
+
+def get_order(connection: Connection) -> Order:
+    """The next one; waits for it. Raises: EOFError or OSError if the driver is gone."""
+    return _order_decoder.decode(connection.recv_bytes())
+
+
+def get_report(connection: Connection) -> Report:
+    """The next one; waits for it. Raises: EOFError or OSError if the rank is gone."""
+    return _report_decoder.decode(connection.recv_bytes())

@@ -1,0 +1,122 @@
+"""What the tests of the NCCL link share: one end of it, on fakes or on a GPU. Imports no vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from memserve.ops.blocks import library_for
+from memserve.ops.nccl import Fabric, NcclFabric
+from memserve.types import BlockId, Geometry, Heads, InstanceId
+from memserve.workers.links.base import Completion, Link, Rank, RankPeer
+from memserve.workers.links.nccl import NcclEndpoint
+from memserve.workers.links.nccl_fake import FakeFabric, FakeGpu
+from memserve.workers.links.nccl_pipe import CudaGpu, Gpu, gpu_identity
+from memserve.workers.links.nccl_wire import Pieces
+from memserve.workers.links.nccl_worker import Machinery, NcclSettings
+from tests.contract.link_rig import NUM_LAYERS, PAGE_BYTES
+
+DEADLINE_S = 30.0
+CHUNK_BLOCKS = 2
+SETTINGS = NcclSettings(chunk_bytes=CHUNK_BLOCKS * NUM_LAYERS * PAGE_BYTES + 1, chunks_ahead=2)
+
+
+class End:
+    """One rank's end of NCCL links."""
+
+    def __init__(
+        self,
+        name: str,
+        memory: torch.Tensor,
+        shape: Geometry,
+        folder: Path,
+        *,
+        epoch: int = 1,
+        fabric: Fabric | None = None,
+        gpu: Gpu | None = None,
+        where: str | None = None,
+        settings: NcclSettings = SETTINGS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """On fakes by default; `where` is the GPU's name."""
+        self.fake = FakeFabric()
+        self.gpu = FakeGpu()
+        self.name, self.epoch, self.shape = InstanceId(name), epoch, shape
+        self.memory = memory
+        machinery = Machinery(fabric or self.fake, gpu or self.gpu, settings, clock)
+        self.endpoint = NcclEndpoint(
+            Rank(self.name, epoch, shape.tp_rank),
+            memory,
+            shape,
+            machinery,
+            folder=folder,
+            gpu=where or f"gpu-of-{name}",
+        )
+
+    def peer(self, own_heads: Heads | None = None, peer_heads: Heads | None = None) -> RankPeer:
+        """This end, as the others see it; the heads are a sender's and this end's."""
+        address = self.endpoint.address
+        return RankPeer(self.name, self.epoch, self.shape, address, own_heads, peer_heads)
+
+    def close(self) -> None:
+        self.endpoint.close()
+        self.fake.close()
+
+
+def cuda_end(
+    name: str,
+    index: int,
+    memory: torch.Tensor,
+    shape: Geometry,
+    folder: Path,
+    *,
+    epoch: int = 1,
+    settings: NcclSettings = SETTINGS,
+) -> End:
+    """On the GPU of that number, by the real NCCL."""
+    device = torch.device("cuda", index)
+    return End(
+        name,
+        memory,
+        shape,
+        folder,
+        epoch=epoch,
+        fabric=NcclFabric(),
+        gpu=CudaGpu(device, library_for(device)),
+        where=gpu_identity(device),
+        settings=settings,
+    )
+
+
+def with_pieces(pieces: Pieces) -> NcclSettings:
+    """The settings of the tests, in other pieces."""
+    return NcclSettings(
+        chunk_bytes=SETTINGS.chunk_bytes, chunks_ahead=SETTINGS.chunks_ahead, pieces=pieces
+    )
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for another thread or process."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+
+
+def completions(link: Link, count: int) -> list[Completion]:
+    """The next so many."""
+    done: list[Completion] = []
+
+    def are_there() -> bool:
+        done.extend(link.poll())
+        return len(done) >= count
+
+    until(are_there, f"{count} transfers should have ended")
+    assert len(done) == count
+    return done
+
+
+def ids(*numbers: int) -> list[BlockId]:
+    return [BlockId(number) for number in numbers]
