@@ -33,7 +33,8 @@ file; it needs no GPU. Of several files the later ones add to the earlier ones: 
 `--bounds` adds what is no prediction: how good this form can get on these measurements, fitted to
 the tested points themselves; calibrated with every other tested point of a single step too (tested
 on the rest, and vice versa); and for TP=2, with that quantile of one rank's rounds that suits the
-measured TP=2 of the *other* models best, in place of the median.
+measured TP=2 of the *other* models best, in place of the median. And it shows how the rule of the
+slower host does at other quantiles of TP=2's rounds, against taking the same quantile of TP=1's.
 
 A folder needs no weights: a `config.json` will do. All engines start at once, to share the time
 that compiling takes. An engine that fails leaves the others alone; after `--seconds`, what was
@@ -69,6 +70,7 @@ SHORT = 2048
 KV_PROMPTS = 2.1
 """Room for so many prompts of full length: the cached one, and one that is computed."""
 SHARES_OF_ROUNDS = tuple((index + 0.5) / ROUNDS for index in range(ROUNDS))
+OTHER_SHARES = (SHARES_OF_ROUNDS[1], SHARES_OF_ROUNDS[3], SHARES_OF_ROUNDS[4])
 NO_REDUCE = ReduceFit(0.0, 1e15, source="none: one rank's half")
 
 
@@ -213,6 +215,18 @@ def as_others(case: Case, cases: Sequence[Case]) -> dict[str, Any]:
     return {"CROSS, the quantile that suits the other models' TP=2": at_share(case, share)}
 
 
+def other_quantiles(case: Case) -> dict[str, float]:
+    """Errors at other quantiles of TP=2's rounds, predicted from TP=1's by the rule and without."""
+    metrics = {}
+    for share in OTHER_SHARES:
+        tests = undisturbed(case.result.prefills, share)
+        for label, chosen in (("slower host", share ** (1 / RANKS)), ("one host", share)):
+            found = float(np.abs(errors(at_share(case, chosen), tests)).mean())
+            label = f"{case.name}: CHECK, quantile {share:.2f} as of the {label}, mean error, %"
+            metrics[label] = round(100 * found, 2)
+    return metrics
+
+
 def bounds_of(case: Case, cases: Sequence[Case]) -> dict[str, Any]:
     """What the form can do at best on these measurements: not predictions."""
     samples, result, tests = case.samples, case.result, case.tests
@@ -248,6 +262,8 @@ def evaluate(
         models = models_of(case.samples, case.result)
         if has_bounds:
             models |= bounds_of(case, cases)
+            if case.is_predicted and not case.result.is_half:
+                metrics |= other_quantiles(case)
         found, more = compare(case.name, models, case.tests)
         metrics |= found | host_of(case.name, case.result.prefills)
         rows += more
