@@ -34,7 +34,7 @@ file; it needs no GPU. Of several files the later ones add to the earlier ones: 
 the tested points themselves; calibrated with every other tested point of a single step too (tested
 on the rest, and vice versa); and for TP=2, with that quantile of one rank's rounds that suits the
 measured TP=2 of the *other* models best, in place of the median. And it shows how the rule of the
-slower host does at other quantiles of TP=2's rounds, against taking the same quantile of TP=1's.
+slower host does at several quantiles of TP=2's rounds, against taking the same quantile of TP=1's.
 
 A folder needs no weights: a `config.json` will do. All engines start at once, to share the time
 that compiling takes. An engine that fails leaves the others alone; after `--seconds`, what was
@@ -70,7 +70,8 @@ SHORT = 2048
 KV_PROMPTS = 2.1
 """Room for so many prompts of full length: the cached one, and one that is computed."""
 SHARES_OF_ROUNDS = tuple((index + 0.5) / ROUNDS for index in range(ROUNDS))
-OTHER_SHARES = (SHARES_OF_ROUNDS[1], SHARES_OF_ROUNDS[3], SHARES_OF_ROUNDS[4])
+CHECKED_SHARES = SHARES_OF_ROUNDS[1:5]
+"""The third is where the lower quartile of eight rounds lies."""
 NO_REDUCE = ReduceFit(0.0, 1e15, source="none: one rank's half")
 
 
@@ -215,10 +216,10 @@ def as_others(case: Case, cases: Sequence[Case]) -> dict[str, Any]:
     return {"CROSS, the quantile that suits the other models' TP=2": at_share(case, share)}
 
 
-def other_quantiles(case: Case) -> dict[str, float]:
-    """Errors at other quantiles of TP=2's rounds, predicted from TP=1's by the rule and without."""
+def at_quantiles(case: Case) -> dict[str, float]:
+    """Errors at several quantiles of TP=2's rounds, predicted by the rule and without it."""
     metrics = {}
-    for share in OTHER_SHARES:
+    for share in CHECKED_SHARES:
         tests = undisturbed(case.result.prefills, share)
         for label, chosen in (("slower host", share ** (1 / RANKS)), ("one host", share)):
             found = float(np.abs(errors(at_share(case, chosen), tests)).mean())
@@ -263,7 +264,7 @@ def evaluate(
         if has_bounds:
             models |= bounds_of(case, cases)
             if case.is_predicted and not case.result.is_half:
-                metrics |= other_quantiles(case)
+                metrics |= at_quantiles(case)
         found, more = compare(case.name, models, case.tests)
         metrics |= found | host_of(case.name, case.result.prefills)
         rows += more
