@@ -114,7 +114,8 @@ class History(msgspec.Struct, frozen=True):
 class Transmit(Command, frozen=True, tag=True):
     """Write the request's blocks from index `first_block` on into the peer's `block_ids`.
 
-    Done as soon as the request's KV is complete and pinned here; the pin ends with it.
+    Done as soon as the request's KV is complete and pinned here, or in parts, as they get complete
+    (`types.TransferStyle`); the pin ends with it.
     Always answered: by `Sent`, or by `TransmitFailed` (also when it is cancelled).
     """
 
@@ -249,6 +250,12 @@ class PoolStats(msgspec.Struct, frozen=True):
     """HBM → DRAM, since the start."""
     swapped_in_blocks: int = 0
     """DRAM → HBM, since the start."""
+    steps: int = 0
+    """Of the engine in which the model ran, since the start."""
+    step_s: float = 0.0
+    """Seconds inside the engine's steps."""
+    turn_s: float = 0.0
+    """Seconds of the loop's turns that had a step, with all that is done besides."""
 
 
 class Ready(Event, frozen=True, tag=True):

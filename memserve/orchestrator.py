@@ -56,7 +56,7 @@ from memserve.scheduler import GlobalScheduler
 from memserve.scheduler_settings import scheduler_settings
 from memserve.status import AuditReport, Costs, Snapshot
 from memserve.tui import live_view
-from memserve.types import InstanceId, Lora, RequestId, Role
+from memserve.types import InstanceId, Lora, RequestId, Role, TransferStyle
 from memserve.workers.environment import set_engine_environment
 from memserve.workers.spec import WorkerSpec
 
@@ -171,7 +171,7 @@ class Orchestrator:
     ) -> None:
         profile = await asyncio.to_thread(profiles.for_config, self._config, model)
         hub = Hub(run_dir, self._on_event)
-        # Prompts are what most depends on the degree: theirs, where the roles differ in it.
+        # For prompts; what it says of decode steps is reckoned at each instance's own degree.
         tp_of = tp_in_force(self._config)
         tp = next(tp_of[i] for i, role in self._mode.instances() if role is not Role.DECODE)
         self._build(model, run_dir, hub, CostModel(profile, tp))
@@ -205,8 +205,9 @@ class Orchestrator:
         self._cost = cost
         hub.open()
         roles = dict(self._mode.instances())
+        settings = scheduler_settings(config, self._caching, LINK_OF[config.cluster.device])
         self._scheduler = GlobalScheduler(
-            scheduler_settings(config, self._caching, LINK_OF[config.cluster.device]),
+            msgspec.structs.replace(settings, tp_of=tp_in_force(config)),
             roles,
             hub.send,
             time.monotonic,
@@ -214,12 +215,15 @@ class Orchestrator:
         )
         num_threads = profiles.num_threads(config)
         environment = dict(os.environ)
+        device = device_in_force(config)
         set_engine_environment(
-            environment, num_threads=num_threads, log_level=config.server.log_level
+            environment,
+            num_threads=num_threads,
+            log_level=config.server.log_level,
+            compiles=device != "cpu" or not engine_settings(config).get("enforce_eager"),
         )
 
         plan, visible, tp_of = gpu_plan(config), visible_gpus(), tp_in_force(config)
-        device = device_in_force(config)
 
         def make_spec(instance: InstanceId, role: Role, epoch: int) -> WorkerSpec:
             own = plan.visible_order(instance) if plan is not None else ()
@@ -251,6 +255,7 @@ class Orchestrator:
                     for gpu in (sorted(own[: tp_of[instance]]) if must_measure else ())
                 ),
                 link=config.transfer.link,
+                style=TransferStyle(config.transfer.style),
             )
 
         if plan is not None:

@@ -53,6 +53,8 @@ from memserve.messages import (
     AnyCommand,
     CacheChanged,
     CacheSnapshot,
+    Cancel,
+    Expired,
     PoolStats,
     Sent,
     Tokens,
@@ -85,9 +87,14 @@ class GlobalScheduler:
         self._clock = clock
         self._sink: OutputSink | None = None
         self._cost = cost
-        self._members = Members(self._roles, cost, settings.max_running, settings.max_queued_tokens)
+        self._members = Members(
+            self._roles,
+            cost,
+            settings.max_running,
+            settings.max_queued_tokens,
+            settings.tp_of,
+        )
         self._placer = Placer(settings, cost, self._roles, self._members)
-        self._hopeless: set[InstanceId] = set()
         self._caches: Caches | None = None
         self._limits: Limits | None = None
         self._requests: dict[RequestId, Active] = {}
@@ -118,7 +125,7 @@ class GlobalScheduler:
         """
         if self._is_closing:
             raise UnavailableError("the server is shutting down")
-        if self._limits is None or not self._placer.can_place(self._roles.keys() - self._hopeless):
+        if self._limits is None or not self._placer.is_possible:
             raise UnavailableError("no instance can serve requests now")
         now = self._clock()
         if self._queue.is_full and not self._placer.has_room():
@@ -186,7 +193,7 @@ class GlobalScheduler:
     def instance_ready(self, seat: Seat) -> None:
         """The instance can take requests; its links are open."""
         self._members.add(seat, self._roles[seat.instance])
-        self._hopeless.discard(seat.instance)
+        self._placer.expect(seat.instance, True)
         self._admit()
 
     def instance_lost(self, seat: Seat, *, returns: bool) -> None:
@@ -194,15 +201,14 @@ class GlobalScheduler:
 
         `returns`: it is being started again; requests may wait for it.
         """
-        if not returns:
-            self._hopeless.add(seat.instance)
+        self._placer.expect(seat.instance, returns)
         self._members.remove(seat)
         if self._caches is not None:
             self._caches.lost(seat.instance)
         self._traffic.lost(seat.instance)
         for active in list(self._requests.values()):
             self._step(active, InstanceLost(seat))
-        if not self._placer.can_place(self._roles.keys() - self._hopeless):
+        if not self._placer.is_possible:
             error = UnavailableError("no instance is left that could serve it")
             self._refuse(self._queue.waiting(), error)
         self._admit()
@@ -211,12 +217,12 @@ class GlobalScheduler:
         self, seat: Seat, event: WorkerEvent | Tokens | CacheChanged | CacheSnapshot
     ) -> None:
         """One event of a living instance."""
-        if isinstance(event, CacheChanged | CacheSnapshot):
+        if isinstance(event, Tokens):  # by far the most
+            self._on_tokens(event)
+        elif isinstance(event, CacheChanged | CacheSnapshot):
             if self._caches is not None:
                 self._caches.on_event(seat, event)
             return
-        if isinstance(event, Tokens):
-            self._on_tokens(event)
         else:
             if isinstance(event, Sent | TransmitFailed):
                 self._traffic.answered(event)
@@ -331,22 +337,30 @@ class GlobalScheduler:
     # ── events and actions ────────────────────────────────────────────────────────────────────
 
     def _on_tokens(self, event: Tokens) -> None:
+        now = self._clock()
         deliveries: dict[RequestId, Delivery] = {}
         for output in event.outputs:
             active = self._requests.get(output.request_id)
             if active is None:
                 continue
-            for action in self._step(active, Output(event.instance, output)):
-                if isinstance(action, Deliver):
-                    deliveries[output.request_id] = action.delivery
-                    self._note_delivery(active, event.instance, action.delivery, output.token_ids)
+            delivery = active.lifecycle.more_tokens(event.instance, output)
+            if delivery is None:
+                actions = self._step(active, Output(event.instance, output))
+                delivery = next((a.delivery for a in actions if isinstance(a, Deliver)), None)
+            if delivery is not None:
+                deliveries[output.request_id] = delivery
+                self._note_delivery(active, event.instance, delivery, output.token_ids, now)
         if deliveries and self._sink is not None:
             self._sink.on_step(event.payload, deliveries)
 
     def _note_delivery(
-        self, active: Active, instance: InstanceId, delivery: Delivery, token_ids: list[int]
+        self,
+        active: Active,
+        instance: InstanceId,
+        delivery: Delivery,
+        token_ids: list[int],
+        now: float,
     ) -> None:
-        now = self._clock()
         if delivery.tokens and token_ids:
             active.timeline.note_tokens(len(token_ids), now, instance)
             self._totals.generated_tokens += len(token_ids)
@@ -356,7 +370,11 @@ class GlobalScheduler:
 
     def _step(self, active: Active, event: AnyInput) -> list[Action]:
         was_placed = active.lifecycle.phase is not Phase.UNPLACED
+        was_fetching = active.lifecycle.phase is Phase.FETCH
         actions = active.lifecycle.step(event)
+        if was_fetching and isinstance(event, Sent | Expired):
+            now, since = self._clock(), active.placed_at
+            self._members.observe_fetch(active.lifecycle, active.fetch_s, now - since, now)
         if not was_placed and active.lifecycle.is_client_done:
             self._queue.remove(active.lifecycle.spec.id)
         self._carry_out(active, actions)
@@ -394,6 +412,8 @@ class GlobalScheduler:
         if seat not in self._members:
             return
         self._send(seat, action.command)
+        if isinstance(action.command, Cancel):
+            self._traffic.cancelled(action.instance, action.command.transfer_id)
         if isinstance(action.command, Transmit):
             assert self._limits is not None
             num_tokens = len(action.command.block_ids) * self._limits.block_size
@@ -423,7 +443,6 @@ class GlobalScheduler:
         request_id = active.lifecycle.spec.id
         logger.warning("request %s failed: %s", request_id, error)
         self._totals.failed += 1
-        active.timeline.note("failed", self._clock(), None, {"error": str(error)})
-        active.timeline.end("failed", self._clock())
+        active.timeline.end("failed", self._clock(), str(error))
         if self._sink is not None:
             self._sink.on_error(request_id, error)

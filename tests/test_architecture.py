@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, str] = {
     # configuration
     "config_layers": "errors",
     "engine_args": "errors",
-    "config": "config_layers core.gpu_plan core.mode engine_args errors types",
+    "config_values": "config_layers errors",
+    "config": "config_layers config_values core.gpu_plan core.mode engine_args errors types",
     "config_text": "config",
     "loras": "errors types",
     "models": "errors types",
@@ -109,7 +110,6 @@ LONGER_FILES: dict[str, str] = {
     "memserve/messages.py": "the whole control protocol, with its picture",
     "memserve/cluster.py": "one table of instances, and every event that changes it",
     "memserve/workers/engine_loop.py": "one loop: every command that it serves, and its answers",
-    "memserve/workers/transfer.py": "both halves of one protocol, over one table of peers",
 }
 """File → why it may be longer."""
 

@@ -4,8 +4,8 @@ Collaborators: `main.py` builds the engine here; `engine_loop.py` steps it throu
 `connector.py` is built by vLLM itself, and finds its host in the configuration made here.
 
 The engine is an unmodified vLLM wheel. What this module reaches into: the constructor and `step_fn`
-of `EngineCore`, the scheduler's queues, the list of KV layouts that the CPU backend admits to, and
-the one call that allocates the KV cache. Inside the block pool: `engine_pool.py`.
+of `EngineCore`, the scheduler's queues, and the list of KV layouts that the CPU backend admits to.
+Inside the block pool: `engine_pool.py`; the one call that allocates the KV cache: `kv_layout.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 import vllm
 from torch.distributed import distributed_c10d
-from torch.overrides import TorchFunctionMode
 from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -39,7 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from memserve.errors import ConfigError, RequestError, StartError
-from memserve.types import Geometry, Lora, Namespace
+from memserve.types import BlockId, Lora, Namespace, TransferStyle
 from memserve.workers.engine_pool import resume_hashing
 from memserve.workers.environment import without_multicast
 
@@ -53,6 +51,7 @@ SUPPORTED_VLLM = "0.32"
 
 HOST_KEY = "memserve_host"
 LAYOUT_KEY = "memserve_layout"
+STYLE_KEY = "memserve_style"
 
 _BLOCK_FIRST = KVCacheLayout.BLHNC
 _LAYER_FIRST = KVCacheLayout.LBHNC
@@ -82,6 +81,7 @@ def make_config(
     kv_bytes: int | None,
     layout: str,
     host: ConnectorHost,
+    style: TransferStyle = TransferStyle.REQUEST,
     tp: int = 1,
 ) -> VllmConfig:
     """The engine's configuration.
@@ -106,7 +106,7 @@ def make_config(
         kv_role="kv_both",
         engine_id=engine_id,
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={HOST_KEY: host, LAYOUT_KEY: wanted.name},
+        kv_connector_extra_config={HOST_KEY: host, LAYOUT_KEY: wanted.name, STYLE_KEY: style},
     )
     arguments = EngineArgs(
         model=model,
@@ -180,34 +180,6 @@ def check_kv_groups(config: KVCacheConfig) -> None:
         raise StartError(f"the model's KV cache is a {name}; supported: full attention")
 
 
-class _KvCachePlacement(TorchFunctionMode):
-    """Inside it, the KV cache's `torch.zeros` gets its memory from `make`."""
-
-    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        is_raw = kwargs.get("dtype") is torch.int8 and len(args) == 1
-        if func is torch.zeros and is_raw and isinstance(args[0], int):
-            return self._make(args[0])
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def place_kv_cache(make: Callable[[int], torch.Tensor]) -> Iterator[None]:
-    """Take the KV cache's memory from `make(size_bytes)`, which returns a zeroed int8 tensor."""
-    with _KvCachePlacement(make):
-        yield
-
-
 @contextmanager
 def _one_gloo_device() -> Iterator[None]:
     """Let all of torch's process groups that are made inside it share one device.
@@ -234,46 +206,6 @@ def _one_gloo_device() -> Iterator[None]:
         yield
     finally:
         distributed_c10d.ProcessGroupGloo = original
-
-
-def geometry_of(model: str, block_size: int, kv_caches: Mapping[str, torch.Tensor]) -> Geometry:
-    """How the registered KV cache lies in its one buffer.
-
-    Shapes: per layer `[num_blocks, num_heads, block_size, content]`, with K and V in `content`.
-
-    Raises: StartError if the pages differ, overlap or have holes.
-    """
-    layers = list(kv_caches.values())
-    first = layers[0]
-    page = first[0]
-    page_bytes = page.numel() * page.element_size()
-    for name, layer in kv_caches.items():
-        is_alike = layer.shape == first.shape and layer.stride() == first.stride()
-        if not is_alike or layer.dtype is not first.dtype:
-            raise StartError(f"the KV cache of layer {name} lies unlike the first layer's")
-        if layer.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            raise StartError(f"the KV cache of layer {name} is in a buffer of its own")
-    span = 1 + sum((size - 1) * step for size, step in zip(page.shape, page.stride(), strict=True))
-    if span != page.numel():
-        raise StartError("the KV of a block and layer is not contiguous in this layout")
-    base = first.untyped_storage().data_ptr()
-    return Geometry(
-        model=model,
-        dtype=str(first.dtype).removeprefix("torch."),
-        block_size=block_size,
-        num_blocks=first.shape[0],
-        num_kv_heads=first.shape[1],
-        page_bytes=page_bytes,
-        block_stride=first.stride(0) * first.element_size(),
-        layer_offsets=tuple(layer.data_ptr() - base for layer in layers),
-        page_order=_page_order(page),
-    )
-
-
-def _page_order(page: torch.Tensor) -> str:
-    """Shape `[num_heads, block_size, content]`; with one head both orders are the same bytes."""
-    heads, tokens = page.stride(0), page.stride(1)
-    return "NHC" if page.shape[0] > 1 and heads < tokens else "HNC"
 
 
 # ── the engine ────────────────────────────────────────────────────────────────────────────────
@@ -396,6 +328,15 @@ class Engine:
             return not any(id(future) in in_flight for future, *_ in self._core.batch_queue or ())
 
         return has_passed
+
+    def running_blocks(self, request_id: str) -> tuple[list[BlockId], int]:
+        """A running request's block table, and how many tokens' KV it holds as soon as the steps
+        in flight have ended (see `fence`). Nothing for a request that waits or is unknown."""
+        request = self._scheduler.requests.get(request_id)
+        if request is None or request.status != RequestStatus.RUNNING:
+            return [], 0
+        table = self._scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+        return [BlockId(block_id) for block_id in table], request.num_computed_tokens
 
     def held_blocks(self) -> dict[str, list[int]]:
         """Who holds which blocks in the engine itself, once per reference."""

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pydantic
@@ -33,7 +33,7 @@ from memserve.workers.compat import Engine, make_config
 from memserve.workers.engine_loop import EngineLoop
 from memserve.workers.engine_pool import EnginePool
 from memserve.workers.environment import set_engine_environment
-from memserve.workers.hosts import KvHost, RankedKvHost, make_host
+from memserve.workers.hosts import Home, KvHost, RankedKvHost, make_host
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.links.choice import LinkChoice
 from memserve.workers.mempool import MemPool
@@ -99,7 +99,8 @@ class Worker:
         """Load the model. Raises: ConfigError, StartError; what vLLM raises."""
         _require_device(spec.device)
         self._port = port
-        self._host = host = make_host(spec.model, spec.device, spec.tp)
+        home = Home(spec.instance, spec.epoch, Path(spec.run_dir))
+        self._host = host = make_host(spec.model, spec.device, home, spec.tp, spec.style)
         started_at = time.monotonic()
         config = make_config(
             spec.model,
@@ -108,11 +109,12 @@ class Worker:
             kv_bytes=None if spec.kv_bytes is None else spec.kv_bytes // spec.tp,
             layout=spec.layout,
             host=host,
+            style=spec.style,
             tp=spec.tp,
         )
         if isinstance(host, RankedKvHost):
             host.total_kv_heads = config.model_config.get_total_num_kv_heads()
-            _tie_forks_to_this_process()
+            _tie_forks_to_their_parents()
         configured_at = time.monotonic()
         with _turn_on_gpus(spec.gpu_locks):
             turned_at = time.monotonic()
@@ -135,6 +137,7 @@ class Worker:
             spec.instance,
             spec.epoch,
             reports.send,
+            spec.style,
         )
         self._swaps = self._make_swaps(spec, geometry, mempool)
         self.loop = EngineLoop(
@@ -231,9 +234,14 @@ def _die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _tie_forks_to_this_process() -> None:
-    """From now on the kernel kills what this process forks when this process dies: the ranks."""
-    os.register_at_fork(after_in_child=partial(_die_with, os.getpid()))
+def _tie_forks_to_their_parents() -> None:
+    """From now on the kernel kills what is forked here, the ranks, when its parent dies."""
+    parent = [os.getpid()]
+
+    def note_parent() -> None:
+        parent[0] = os.getpid()
+
+    os.register_at_fork(before=note_parent, after_in_child=lambda: _die_with(parent[0]))
 
 
 def _set_up_process(spec: WorkerSpec) -> None:

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve.errors import StartError, TransferError
+from memserve.ops.blocks import library_for
 from memserve.ops.nccl import ID_BYTES, NcclFabric
 from memserve.ops.views import PageOrder, head_rows
 from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
-from memserve.workers.links.base import RankPeer
+from memserve.workers.links.base import Rank, RankPeer
 from memserve.workers.links.nccl import NcclEndpoint, NcclLink
-from memserve.workers.links.nccl_pipe import NUM_SLOTS
-from memserve.workers.links.nccl_sender import Rank
+from memserve.workers.links.nccl_pipe import NUM_SLOTS, CudaGpu
 from memserve.workers.links.nccl_wire import (
     Announce,
     Done,
@@ -94,6 +94,7 @@ def make_end(folder: Path) -> Iterator[EndMaker]:
     for end in ends:
         end.close()
         assert end.fake.num_joined == end.fake.num_aborted
+        assert end.gpu.num_streams == 0
     assert [t.name for t in threading.enumerate() if t.name.startswith("nccl")] == []
     assert list(folder.iterdir()) == []
 
@@ -312,6 +313,7 @@ def test_a_failed_transfer_has_ended_only_when_the_receiver_writes_nothing_more(
     link = p.endpoint.open(d.peer())
     d.gpu.is_stuck = True  # what has arrived is still to be scattered
     link.send(T1, ids(1), ids(2))
+    until(lambda: d.gpu.num_queued > 0, "the receiver should expect it")
     p.fake.error = "unhandled cuda error"
     until(lambda: d.fake.num_aborted == 1, "the receiver should have given up")
     for _ in range(2000):
@@ -326,7 +328,7 @@ def test_nothing_is_written_after_a_peer_was_dropped(make_end: EndMaker) -> None
     there, back = p.endpoint.open(d.peer()), d.endpoint.open(p.peer())
     p.fake.is_held = True
     there.send(T1, ids(1, 3, 5, 7, 9), ids(1, 3, 5, 7, 9))
-    until(lambda: d.fake.num_joined == 2, "both directions")
+    until(lambda: d.gpu.num_queued > 0, "the receiver should expect it")
     back.close()  # P0 was lost: D0 closes its link, and frees what P0 was writing
     before = bytes(d.memory.numpy())
     p.fake.is_held = False
@@ -512,6 +514,23 @@ def test_frames_arrive_whole_and_in_order_however_they_are_cut() -> None:
 
 
 # ── NCCL itself, where it is installed ────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+def test_streams_of_a_gpu_belong_to_one_user() -> None:
+    device = torch.device("cuda", 0)
+    gpu = CudaGpu(device, library_for(device))
+    gpu.enter()
+    streams = [gpu.stream() for _ in range(40)]  # torch has 32
+    assert len({stream.cuda_stream for stream in streams}) == 40
+    memory = gpu.staging(1 << 20)
+    with torch.cuda.stream(streams[0]):
+        memory.fill_(7)
+    streams[1].wait_event(streams[0].record_event())
+    streams[1].record_event().synchronize()
+    assert bool((memory == 7).all())
+    for stream in streams:
+        gpu.give_back(stream)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,8 @@ from memserve.workers.environment import (
     without_multicast,
 )
 
+COMPILE = "TORCH_COMPILE_DISABLE"
+
 
 def test_no_process_of_an_engine_sets_up_nvlink_multicast() -> None:
     environment: dict[str, str] = {}
@@ -29,3 +31,19 @@ def test_ranks_do_not_fuse_their_all_reduces() -> None:
 def test_who_asks_for_fused_all_reduces_gets_them() -> None:
     asked = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": True}}}
     assert without_multicast(asked, 2) == asked
+
+
+def set_in(environment: dict[str, str], *, compiles: bool) -> dict[str, str]:
+    set_engine_environment(environment, num_threads=2, log_level="info", compiles=compiles)
+    return environment
+
+
+def test_an_eager_engine_on_the_cpu_compiles_nothing() -> None:
+    assert set_in({}, compiles=False)[COMPILE] == "1"
+    assert COMPILE not in set_in({}, compiles=True)
+
+
+def test_what_the_user_set_is_kept() -> None:
+    kept = {COMPILE: "0", "OMP_NUM_THREADS": "7"}
+    found = set_in(dict(kept), compiles=False)
+    assert {name: found[name] for name in kept} == kept

@@ -31,13 +31,17 @@ class FakeStream:
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
         self._queue: deque[Callable[[], bool]] = deque()
-        self._num_queued = 0
+        self.num_put = 0
         self.num_done = 0
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
 
     def put(self, work: Callable[[], bool]) -> None:
         """`work` is called until it returns True."""
         self._queue.append(work)
-        self._num_queued += 1
+        self.num_put += 1
 
     def advance(self) -> None:
         """Run the next piece, if it can."""
@@ -46,7 +50,7 @@ class FakeStream:
             self.num_done += 1
 
     def record_event(self) -> FakeEvent:
-        return FakeEvent(self, self._num_queued)
+        return FakeEvent(self, self.num_put)
 
     def wait_event(self, event: FakeEvent) -> None:
         """What is queued from now on starts after the event."""
@@ -102,12 +106,28 @@ class FakeGpu:
     def __init__(self) -> None:
         self.is_stuck = False
         """Whether its streams stand still."""
+        self._streams: list[FakeStream] = []
 
     def enter(self) -> None:
         pass
 
     def stream(self) -> Any:
-        return FakeStream(self)
+        self._streams.append(FakeStream(self))
+        return self._streams[-1]
+
+    def give_back(self, stream: Any) -> None:
+        assert not stream.num_queued
+        self._streams.remove(stream)
+
+    @property
+    def num_streams(self) -> int:
+        """That nobody has given back."""
+        return len(self._streams)
+
+    @property
+    def num_queued(self) -> int:
+        """Pieces that have not run."""
+        return sum(stream.num_queued for stream in list(self._streams))
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         return torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # a GPU does not zero it either
