@@ -268,7 +268,17 @@ def evaluate(
         found, more = compare(case.name, models, case.tests)
         metrics |= found | host_of(case.name, case.result.prefills)
         rows += more
-    return metrics, rows
+    return metrics | reduces_of(results), rows
+
+
+def reduces_of(results: Mapping[str, Result]) -> dict[str, float]:
+    """What an all-reduce took, in microseconds."""
+    metrics = {}
+    for one in (sample for result in results.values() for sample in result.reduces):
+        name = f"all-reduce over {one.ranks} ranks"
+        metrics[f"{name}: {one.size_bytes >> 10} KiB, µs"] = round(1e6 * one.seconds, 1)
+        metrics[f"{name}: launching, µs"] = round(1e6 * one.launch_s, 1)
+    return metrics
 
 
 def cases_of(results: Mapping[str, Result]) -> list[Case]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +12,16 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from bench.fig14_cost_model import evaluate, load, load_all, make_jobs, options_of
+from bench import fig14_engines
+from bench.fig14_cost_model import (
+    as_others,
+    cases_of,
+    evaluate,
+    load,
+    load_all,
+    make_jobs,
+    options_of,
+)
 from bench.fig14_engines import Child, Job, Result, goes_on
 from memserve.core.cost_fit import fit_operators
 from memserve.core.cost_model import CostModel
@@ -162,18 +173,19 @@ def test_what_two_h200_took_is_predicted() -> None:
 
 
 def test_two_models_can_be_predicted_from_each_other() -> None:
-    _, results = load(RECORDED)
-    metrics, _ = evaluate(results, has_bounds=True)
-    crossed = [label for label in metrics if ": CROSS, " in label and ", mean error" in label]
-    assert {label.partition(":")[0] for label in crossed} == {
-        name for name in results if name.endswith("TP=2")
+    cases = cases_of(load(RECORDED)[1])
+    of_two = [case for case in cases if case.is_predicted]
+    assert [case.samples.model for case in of_two] == ["llama-2-13b", "llama-3.1-8b"]
+    assert as_others(of_two[0], cases).keys() == {
+        "CROSS, the quantile that suits the other models' TP=2"
     }
-    alone = {name: result for name, result in results.items() if name.startswith("llama-2")}
-    assert not any(": CROSS, " in label for label in evaluate(alone, has_bounds=True)[0])
+    assert (
+        as_others(of_two[0], [case for case in cases if case.samples.model == "llama-2-13b"]) == {}
+    )
 
 
 def test_a_later_file_adds_to_the_one_before(tmp_path: Path) -> None:
-    reduces = [ReduceSample(2, 1 << 13, 1e-5, 1e-5)]
+    reduces = [ReduceSample(2, 1 << 13, 2e-5, 1e-5)]
     path = tmp_path / "reduce.json"
     raw = msgspec.to_builtins({"all-reduce": Result(reduces=reduces)})
     path.write_text(json.dumps({"commit": "c", "hardware": {}, "settings": {}, "raw": raw}))
@@ -181,6 +193,43 @@ def test_a_later_file_adds_to_the_one_before(tmp_path: Path) -> None:
     assert settings["measured at"] == "6f9920b"
     assert results["all-reduce"].reduces == reduces
     assert {*results} == {*load(RECORDED)[1], "all-reduce"}
+    metrics, _ = evaluate(load_all([path])[1], has_bounds=True)
+    assert metrics == {
+        "all-reduce over 2 ranks: 8 KiB, µs": 20.0,
+        "all-reduce over 2 ranks: launching, µs": 10.0,
+    }
+
+
+def test_what_a_job_has_found_is_kept_after_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine(Probe):
+        longest = 700
+
+        def start(self) -> None:
+            pass
+
+        warm_up = start
+
+    samples = measure(truth(STEP), noise_of(0))
+    kept: list[Result] = []
+    monkeypatch.setattr(fig14_engines, "make_probe", lambda job: Engine())
+    monkeypatch.setattr(fig14_engines, "operators_of", lambda probe, job: samples)
+    monkeypatch.setattr(fig14_engines, "with_steps", lambda known, *_: known)
+    monkeypatch.setattr(
+        fig14_engines,
+        "write",
+        lambda job, result: kept.append(
+            msgspec.json.decode(msgspec.json.encode(result), type=Result)
+        ),
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("0\n" * 9))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    fig14_engines.run_job(Job(name="m", device="cpu", rounds=3, result=""))
+    fitted, tested = len(prefill_points(700)), sum(x <= 700 for x in fig14_engines.LENGTHS)
+    assert len(kept) == 4, "the rounds, and the decode steps"
+    for count, one in zip((1, 2, 3, 3), kept, strict=True):
+        assert one.samples is not None
+        assert len(one.samples.prefills) == count * fitted
+        assert len(one.prefills) == count * tested * len(fig14_engines.SHARES)
 
 
 def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
