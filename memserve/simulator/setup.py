@@ -80,6 +80,9 @@ _DAY_S = 86_400
 _LONGEST_S = 366 * _DAY_S
 _MOST_BLOCKS = 10_000_000
 """Of one instance; each takes some of this machine's memory."""
+_MOST_BLOCKS_IN_ALL = 200_000_000
+_BLOCK_BYTES = 60
+"""Of this machine's memory, for a block that nothing was put into yet."""
 
 
 # ── the load ──────────────────────────────────────────────────────────────────────────────────
@@ -206,6 +209,7 @@ def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[
             f"{blocks} blocks of {block_size} tokens are too few for a call of {largest} tokens",
             f"from {-(-largest // block_size) + 1}, or a smaller --max-context",
         )
+    _check_memory(len(dict(mode.instances())), blocks)
     shape = profile.shape
     page_bytes = block_bytes // shape.num_layers
     geometry = Geometry(
@@ -225,6 +229,16 @@ def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[
         message_s=options.message_s,
         front_end_s=options.front_end_s,
     )
+
+
+def _check_memory(instances: int, blocks: int) -> None:
+    if instances * blocks > _MOST_BLOCKS_IN_ALL:
+        size_gb = instances * blocks * _BLOCK_BYTES / 1e9
+        raise ConfigError(
+            "--blocks",
+            f"{instances:,} instances of {blocks:,} blocks take {size_gb:.0f} GB of this machine",
+            f"up to {_MOST_BLOCKS_IN_ALL // instances:,} for each",
+        )
 
 
 def _kv_bytes(model: CostModel) -> float:

@@ -118,6 +118,7 @@ def test_a_profile_of_another_format_is_refused(
         (["--rate", "1e-300"], "days"),
         (["--think-s", "nan"], "--think-s"),
         (["--tp", "0"], "--tp"),
+        (["--mode", "900P900D", "--blocks", "200000"], "up to 111,111 for each"),
         (["--tp", "3"], "1, 2, 4, 8, 16, 32"),
         (["--slo-ttft-s", "-1"], "--slo-ttft-s"),
         (["--svg", "/does/not/exist/file"], "--svg"),
