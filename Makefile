@@ -38,10 +38,10 @@ check: $(VENV)/.dev-installed ## format, lint, types, and the tests that take se
 	$(BIN)/python -m pytest -q tests/core tests/test_architecture.py
 
 # These ask for more than a machine: a model's folder, a data set, a GPU.
-ASK := $(patsubst %,bench/%.py,fig10_prefill fig11_transfer fig14_cost_model gpu_smoke ops_blocks scale)
+ASK := $(patsubst %,bench/%.py,fig10_prefill fig11_transfer fig14_cost_model ops_blocks scale)
 bench: $(VENV)/.dev-installed ## run every benchmark for this machine; results go to build/bench
 	@mkdir -p build/bench
-	@set -e; for script in $(sort $(filter-out bench/_% $(ASK),$(wildcard bench/*.py))); do \
+	@set -e; for script in $(sort $(filter-out bench/_% bench/gpu_% $(ASK),$(wildcard bench/*.py))); do \
 	    name=$$(basename $$script .py); echo "== $$name"; \
 	    $(BIN)/python -m bench.$$name --out build/bench/$$name.json $(ARGS); \
 	done

@@ -25,19 +25,29 @@ _POLL_S = 0.2
 
 
 @contextlib.contextmanager
-def serving(flags: Sequence[str], settings: Mapping[str, object] | None = None) -> Iterator[str]:
-    """The URL of a ready server. `settings`: keys for `--set`.
+def serving(
+    flags: Sequence[str],
+    settings: Mapping[str, object] | None = None,
+    *,
+    program: str = "memserve",
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """The URL of a ready server. `settings`: keys for `--set`; `program`: the module to run.
 
     Raises: SystemExit with what it printed if it does not become ready.
     """
     port = _free_port()
-    command = [sys.executable, "-m", "memserve", "up", "--no-tui", "--port", str(port), *flags]
+    command = [sys.executable, "-m", program, "up", "--no-tui", "--port", str(port), *flags]
     for key, value in (settings or {}).items():
         command += ["--set", f"{key}={value}"]
     with tempfile.TemporaryFile("w+") as log, tempfile.NamedTemporaryFile() as no_settings:
-        environment = {**os.environ, "MEMSERVE_CONFIG": no_settings.name}
+        variables = {
+            **os.environ,
+            "MEMSERVE_CONFIG": no_settings.name,
+            **(environment or {}),
+        }
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables
         )
         try:
             url = f"http://127.0.0.1:{port}"

@@ -1,236 +1,359 @@
-"""Fetch or recompute: both measured, and which of them the cost policy would choose.
+"""Fetch or recompute: both measured with real engines, and what the cost policy chose each time.
 
-Two instances, real engines. One of them is made to know the first part of a prompt; then the other
-one gets the whole prompt, and has to fetch (`fetch = "always"`), or it gets a prompt of the same
-length that nobody knows, and has to compute it. Both are timed by the server, from the placement to
-the first token, in one run. The policy is asked with the same cost profile as the server's; the
-profile should be calibrated (`memserve calibrate`), or be given by `--profile`.
+    python -m bench.fetch_or_recompute [--profile FILE] [--out FILE]
+    python -m bench.fetch_or_recompute --device cuda --model FOLDER --lengths 256 1024 4096 …
 
-Right: the faster of the two was chosen. Loss: by how much the chosen one was slower than the
-better. Differences within the spread of the measurement are called ties, and are right.
+Two colocated instances. PD0 is made to know the beginning of a prompt, PD1 less of it or nothing;
+then PD1 gets the prompt, and is told to fetch what it lacks, or to compute it (`_steered.py`; a new
+prompt for each sample). Both are timed by the server, from the placement to the first token. At
+every placement the policy says what it would have done on PD1, with the scheduler's own loads, cost
+profile and what it has learnt from earlier fetches::
+
+    source idle    PD0 has nothing to do: the fixed costs of a fetch against a few blocks
+    source busy    PD0 is computing a long prompt, which began some part of its time ago: links
+                   and commands are served between two steps only
+
+A way's time in a case is the lower quartile of its samples: what disturbs an engine only adds. A
+decision is right if the case's faster way was chosen; ways that differ by less than the mean of
+their spreads (half of what lies between the quartiles) are ties, and right. Loss: by how much the
+chosen way's time is above that of the better.
+
+The profile should be calibrated; `--profile` takes one, else the one in force is used.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
+import threading
+import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from bench._report import parser, publish
-from bench._serve import released, serving
-from memserve import profiles
-from memserve.config import Config, engine_settings, load
-from memserve.core.cost_model import CostModel
-from memserve.core.loads import Loads
-from memserve.core.policies import make_policy
-from memserve.core.policy import Demand, Split
-from memserve.models import resolve_model
-from memserve.types import InstanceId, Role
+from bench._report import Scalar, parser, publish
+from bench._serve import get, pin_instances, released, serving
+from bench._steered import PROFILE, header
+from memserve.core.policy import Fetching
+from memserve.types import InstanceId
 
-LINKS = {"cpu": "shm", "cuda": "ipc"}
-MODE = "2PD-CC"
-HOLDER, RECEIVER = InstanceId("PD0"), InstanceId("PD1")
+SOURCE, TARGET = InstanceId("PD0"), InstanceId("PD1")
 REQUEST_TIMEOUT_S = 120.0
 FIRST_TOKEN, LAST_TOKEN = 1000, 10_000
 """Prompts are random ids between these: no special tokens, in any vocabulary."""
+WAYS = {"fetch": Fetching.ALWAYS, "recompute": Fetching.NEVER}
+
+
+class Sample(msgspec.Struct):
+    """One request, one way."""
+
+    way: str
+    seconds: float
+    own_choice: str
+    """Of the policy, at that moment."""
+    predicted_s: float
+    """Of the policy, for what it would have chosen."""
+    came: bool
+    """Whether what was to be fetched came in time; True where nothing was."""
+
+
+class Case(msgspec.Struct):
+    """Lengths in tokens."""
+
+    prompt: int
+    held: int
+    own: int
+    """What the target holds already."""
+    busy: int
+    """The prompt that the source computes meanwhile; 0: none."""
+    elapsed: float
+    """Of its time: what has passed when the request comes."""
+    samples: list[Sample] = []
+
+    @property
+    def name(self) -> str:
+        source = f"busy with {self.busy}, {self.elapsed:.0%} done" if self.busy else "idle"
+        return f"{self.prompt} tokens, {self.held} held, {self.own} own, source {source}"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether both ways were measured."""
+        return all(self.seconds(way) for way in WAYS)
+
+    def seconds(self, way: str) -> list[float]:
+        return [sample.seconds for sample in self.samples if sample.way == way]
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Seconds of each way."""
+        return {way: _quartiles(self.seconds(way))[0] for way in WAYS}
+
+    @property
+    def faster(self) -> str:
+        """One of the two ways, or `tie`."""
+        times = self.times
+        spread = sum(_spread(self.seconds(way)) for way in WAYS) / 2
+        if abs(times["fetch"] - times["recompute"]) <= spread:
+            return "tie"
+        return min(times, key=times.__getitem__)
+
+    @property
+    def choices(self) -> list[str]:
+        return [sample.own_choice for sample in self.samples]
+
+    @property
+    def num_right(self) -> int:
+        return sum(self.faster in ("tie", choice) for choice in self.choices)
+
+    def loss(self, choice: str) -> float:
+        times = self.times
+        return times[choice] / min(times.values()) - 1
 
 
 class Server:
-    """The server under test; requests go one after the other."""
+    """The server under test."""
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._model = model
+        self._model = get(f"{url}/v1/models")["data"][0]["id"]
 
-    def prefill(self, prompt: list[int]) -> tuple[float, dict[str, Any]]:
-        """(Seconds from the placement to the first token, the timeline's steps by name)."""
+    def prefill(
+        self, prompt: list[int], instance: InstanceId, fetching: Fetching = Fetching.NEVER
+    ) -> dict[str, Any]:
+        """The steps of the request's timeline by name, once nobody holds anything for it."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         request = urllib.request.Request(
             f"{self._url}/v1/completions",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", "X-Session-Id": header(instance, fetching)},
         )
         with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
             answer = json.load(response)
-        steps = released(self._url, answer["id"])
-        return steps["first token"]["at_s"] - steps["placed"]["at_s"], steps
+        steps: dict[str, Any] = released(self._url, answer["id"])
+        return steps
 
 
-class Case(msgspec.Struct):
-    """One prompt length and one held share of it."""
+class Bench:
+    """Takes samples, one after the other."""
 
-    prompt_tokens: int
-    held_tokens: int
-    fetch_s: list[float] = []
-    recompute_s: list[float] = []
-    choice: str = ""
+    def __init__(self, server: Server, rng: random.Random) -> None:
+        self._server = server
+        self._rng = rng
+        self.profile = "unknown"
+        """Where the server's cost profile comes from."""
+        self._step_s: dict[int, float] = {}
+        """Length → seconds of one prefill of it."""
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        return {
-            "fetch": statistics.median(self.fetch_s),
-            "recompute": statistics.median(self.recompute_s),
-        }
+    def warm_up(self, cases: list[Case]) -> None:
+        """Both instances have run all lengths once, and the link."""
+        lengths = {case.prompt for case in cases} | {case.busy for case in cases if case.busy}
+        for length in sorted(lengths):
+            instances = (SOURCE, TARGET, SOURCE, TARGET)
+            times = [_ttft_s(self._server.prefill(self._prompt(length), i)) for i in instances]
+            self._step_s[length] = min(times)
+        for _ in range(3):
+            prompt = self._prompt(max(lengths))
+            self._server.prefill(prompt[: len(prompt) // 2], SOURCE)
+            self._server.prefill(prompt, TARGET, Fetching.ALWAYS)
 
-    @property
-    def faster(self) -> str:
-        """One of the two, or `tie`."""
-        fetch, recompute = self.seconds["fetch"], self.seconds["recompute"]
-        if abs(fetch - recompute) <= (_spread(self.fetch_s) + _spread(self.recompute_s)) / 2:
-            return "tie"
-        return "fetch" if fetch < recompute else "recompute"
+    def sample(self, case: Case, way: str) -> Sample | None:
+        """None if it failed, or did not go the way that was asked for; says so."""
+        try:
+            return self._sample(case, way)
+        except (OSError, SystemExit) as error:  # a request that failed, or was not released
+            print(f"{case.name} by {way}: {error}")
+            return None
 
-    @property
-    def loss(self) -> float:
-        return self.seconds[self.choice] / min(self.seconds.values()) - 1
+    def _sample(self, case: Case, way: str) -> Sample:
+        prompt = self._prompt(case.prompt)
+        # The token after the known ones differs, and so does every later block.
+        self._server.prefill([*prompt[: case.held], LAST_TOKEN], SOURCE)
+        if case.own:
+            self._server.prefill([*prompt[: case.own], LAST_TOKEN], TARGET)
+        with self._busy(case):
+            steps = self._server.prefill(prompt, TARGET, WAYS[way])
+        if ("fetching" in steps) != (way == "fetch"):
+            raise SystemExit(f"it went the other way: {list(steps)}")
+        reason = steps["placed"]["detail"]
+        self.profile = reason["profile"]
+        return Sample(
+            way,
+            _ttft_s(steps),
+            reason["own_choice"],
+            reason["least_s"],
+            came=way != "fetch" or "fetched" in steps,
+        )
 
-    @property
-    def is_right(self) -> bool:
-        return self.faster in ("tie", self.choice)
+    @contextlib.contextmanager
+    def _busy(self, case: Case) -> Iterator[None]:
+        """The source has begun another prompt, some part of its time ago."""
+        if not case.busy:
+            yield
+            return
+        prompt = self._prompt(case.busy)
+        other = threading.Thread(target=self._server.prefill, args=(prompt, SOURCE))
+        other.start()
+        time.sleep(case.elapsed * self._step_s[case.busy])
+        try:
+            yield
+        finally:
+            other.join(REQUEST_TIMEOUT_S)
+
+    def _prompt(self, length: int) -> list[int]:
+        return [self._rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(length)]
+
+
+def _ttft_s(steps: dict[str, Any]) -> float:
+    seconds: float = steps["first token"]["at_s"] - steps["placed"]["at_s"]
+    return seconds
 
 
 def main() -> None:
     args = _arguments()
-    assignments = [f"cluster.device={args.device}", *args.set]
+    settings = dict(word.split("=", 1) for word in args.set)
+    settings |= {"cluster.device": args.device, "engine.block_size": str(args.block_size)}
     if args.model:
-        assignments.append(f"models.model={args.model}")
-    config = load(assignments=[f"cluster.mode={MODE}", *assignments]).config
-    block_size = int(engine_settings(config).get("block_size") or args.block_size)
-    cost = _cost_model(config, args.profile)
-    cases = _cases(args.lengths, args.shares, block_size)
-    settings = dict(word.split("=", 1) for word in assignments)
-    settings |= {"scheduler.policy": "round_robin", "scheduler.fetch": "always"}
-    with serving(["--mode", MODE], settings) as url:
-        _measure(Server(url, config.served_name), cases, args.repeats, random.Random(args.seed))
-    for case in cases:
-        case.choice = _choice(cost, LINKS[config.cluster.device], case, block_size)
-    _publish(cases, cost, args)
+        settings["models.model"] = args.model
+    environment = {PROFILE: str(args.profile.resolve())} if args.profile else {}
+    cases = _cases(args)
+    begin = time.monotonic()
+    with serving(
+        ["--mode", "2PD-CC"], settings, program="bench._steered", environment=environment
+    ) as url:
+        if args.pin:
+            pin_instances(url)
+        bench = Bench(Server(url), random.Random(args.seed))
+        bench.warm_up(cases)
+        rounds = _measure(bench, cases, args, begin + args.seconds)
+    complete = [case for case in cases if case.is_complete]
+    if not complete:
+        raise SystemExit("no case was measured both ways")
+    _publish(complete, bench.profile, rounds, args)
 
 
-def _measure(server: Server, cases: list[Case], repeats: int, rng: random.Random) -> None:
-    for _ in range(2):  # both instances have run once, and both links
-        prompt = _prompt(max(case.prompt_tokens for case in cases), rng)
-        for _ in range(2):
-            server.prefill(prompt)
-    for _ in range(repeats):
-        for case in rng.sample(cases, len(cases)):
-            prompt = _prompt(case.prompt_tokens, rng)
-            # The token after the held ones differs, and so does every later block.
-            server.prefill([*prompt[: case.held_tokens], LAST_TOKEN])
-            seconds, steps = server.prefill(prompt)
-            if "fetched" not in steps or steps["fetched"]["detail"]["tokens"] != case.held_tokens:
-                raise SystemExit(f"{case.held_tokens} tokens were not fetched: {steps}")
-            case.fetch_s.append(seconds)
-            seconds, steps = server.prefill(_prompt(case.prompt_tokens, rng))
-            if "fetching" in steps:
-                raise SystemExit(f"an unknown prompt was fetched: {steps}")
-            case.recompute_s.append(seconds)
+def _measure(bench: Bench, cases: list[Case], args: argparse.Namespace, deadline: float) -> int:
+    """Rounds over all cases, both ways in turn; how many. Stops early when time is over."""
+    rng = random.Random(args.seed)
+    for number in range(args.repeats):
+        order = [(case, way) for case in cases for way in WAYS]
+        for case, way in rng.sample(order, len(order)):
+            if number and time.monotonic() > deadline:
+                return number
+            sample = bench.sample(case, way)
+            case.samples += [sample] if sample is not None else []
+    return int(args.repeats)
 
 
-def _prompt(length: int, rng: random.Random) -> list[int]:
-    return [rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(length)]
-
-
-def _cases(lengths: list[int], shares: list[float], block_size: int) -> list[Case]:
-    """Held tokens are full blocks, and leave at least one token to compute."""
-    found = {
-        (length, held)
-        for length in lengths
-        for share in shares
-        if (held := int(min(share * length, length - 1)) // block_size * block_size)
-    }
-    return [Case(length, held) for length, held in sorted(found)]
-
-
-def _choice(cost: CostModel, link: str, case: Case, block_size: int) -> str:
-    """The policy's, where the holder has no room for more requests."""
-    roles = {HOLDER: Role.COLOCATED, RECEIVER: Role.COLOCATED}
-    loads = Loads(roles, cost)
-    for instance in roles:
-        loads.start(instance)
-    loads.is_open[loads.slots[HOLDER]] = False
-    demand = Demand(
-        num_tokens=case.prompt_tokens,
-        cached_tokens=np.array([case.held_tokens, 0], np.int32),
-        dram_tokens=np.zeros(2, np.int32),
-        expected_tokens=1,
-        session="",
-        now=0.0,
-        block_size=block_size,
-    )
-    placement = make_policy("cost", Split.AUTO, cost, link).place(demand, loads)
-    return "recompute" if placement.fetch is None else "fetch"
-
-
-def _cost_model(config: Config, path: Path | None) -> CostModel:
-    if path is not None:
-        return CostModel(profiles.load(path))
-    model = str(resolve_model(config.models.model))
-    return CostModel(profiles.for_config(config, model))
+def _cases(args: argparse.Namespace) -> list[Case]:
+    """Known tokens are full blocks, and leave at least one token to compute."""
+    size = args.block_size
+    found = set()
+    for length in args.lengths:
+        most = (length - 1) // size * size
+        helds = {min(blocks * size, most) for blocks in args.blocks}
+        helds |= {int(share * most) // size * size for share in args.shares}
+        for held in helds - {0}:
+            owns = {int(share * held) // size * size for share in args.own_shares}
+            found |= {(length, held, own, 0, 0.0) for own in owns if own < held}
+            found |= {(length, held, 0, busy, at) for busy in args.busy for at in args.elapsed}
+    return [Case(*key) for key in sorted(found)]
 
 
 def _spread(samples: list[float]) -> float:
     """Half of what lies between the quartiles; of one sample, 2% of it."""
     if len(samples) < 2:
         return 0.02 * samples[0]
-    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    low, high = _quartiles(samples)
     return (high - low) / 2
 
 
-def _publish(cases: list[Case], cost: CostModel, args: argparse.Namespace) -> None:
-    rows = [
-        {
-            "tokens": case.prompt_tokens,
-            "held": case.held_tokens,
-            "fetch_ms": round(case.seconds["fetch"] * 1e3, 1),
-            "recompute_ms": round(case.seconds["recompute"] * 1e3, 1),
-            "faster": case.faster,
-            "choice": case.choice,
-            "loss": f"{case.loss:.1%}",
-        }
-        for case in cases
-    ]
+def _quartiles(samples: list[float]) -> tuple[float, float]:
+    """The lower and the upper one; of one sample, that."""
+    if len(samples) < 2:
+        return samples[0], samples[0]
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, high
+
+
+def _publish(cases: list[Case], source: str, rounds: int, args: argparse.Namespace) -> None:
+    rows: list[dict[str, Scalar]] = []
+    for case in cases:
+        choices = case.choices
+        rows.append(
+            {
+                "tokens": case.prompt,
+                "held": case.held,
+                "own": case.own,
+                "busy": f"{case.elapsed:.0%}" if case.busy else "no",
+                "fetch": round(case.times["fetch"] * 1e3, 2),
+                "compute": round(case.times["recompute"] * 1e3, 2),
+                "faster": case.faster,
+                "chosen": f"{choices.count('fetch')}/{len(choices)}",
+                "loss": f"{max(map(case.loss, choices)):.1%}",
+            }
+        )
+    print("ms; busy: how much of its prompt the source had done; chosen: how often the fetch was")
     publish(
         "fetch_or_recompute",
         settings={
-            "mode": MODE,
             "device": args.device,
-            "model": args.model or "bundled",
-            "profile": cost.source,
-            "repeats": args.repeats,
+            "model": args.model.rstrip("/").rpartition("/")[2] or "bundled",
+            "profile": source,
+            "block_size": args.block_size,
+            "rounds": rounds,
+            "cases_without_samples": len(_cases(args)) - len(cases),
+            "set": args.set,
         },
-        metrics={
-            "cases": len(cases),
-            "right_ratio": sum(case.is_right for case in cases) / len(cases),
-            "worst_loss_ratio": max(case.loss for case in cases),
-            "ties": sum(case.faster == "tie" for case in cases),
-            "fetch_is_faster": sum(case.faster == "fetch" for case in cases),
-            "greatest_gain_ratio": max(
-                case.seconds["recompute"] / case.seconds["fetch"] for case in cases
-            ),
-        },
+        metrics=_metrics(cases),
         raw=[msgspec.to_builtins(case) for case in cases],
         rows=rows,
         out=args.out,
     )
+    for name, value in _metrics(cases).items():
+        print(f"{name}: {value:.4g}")
+
+
+def _metrics(cases: list[Case]) -> dict[str, float]:
+    decisions = [(case, choice) for case in cases for choice in case.choices]
+    losses = sorted(case.loss(choice) for case, choice in decisions)
+    strictly = sum(case.loss(choice) == 0.0 for case, choice in decisions)
+    return {
+        "cases": len(cases),
+        "decisions": len(decisions),
+        "right_ratio": sum(case.num_right for case in cases) / len(decisions),
+        "right_without_ties_ratio": strictly / len(decisions),
+        "within_10_percent_ratio": sum(loss <= 0.1 for loss in losses) / len(decisions),
+        "worst_loss_ratio": losses[-1],
+        "cases_tied": sum(case.faster == "tie" for case in cases),
+        "cases_faster_fetched": sum(case.faster == "fetch" for case in cases),
+        "cases_faster_computed": sum(case.faster == "recompute" for case in cases),
+        "always_fetch_worst_loss_ratio": max(case.loss("fetch") for case in cases),
+        "never_fetch_worst_loss_ratio": max(case.loss("recompute") for case in cases),
+        "given_up": sum(not sample.came for case in cases for sample in case.samples),
+    }
 
 
 def _arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--device", choices=sorted(LINKS), default="cpu")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--model", default="", help="a folder or a name; default: the bundled one")
     made.add_argument("--profile", type=Path, help="a calibrated cost profile; default: in force")
-    made.add_argument("--lengths", type=int, nargs="+", default=[48, 96, 192, 384, 768, 1536])
-    made.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
-    made.add_argument("--repeats", type=int, default=5)
-    made.add_argument("--block-size", type=int, default=16, help="where the device does not fix it")
+    made.add_argument("--lengths", type=int, nargs="+", default=[64, 320])
+    made.add_argument("--blocks", type=int, nargs="*", default=[1], help="known, by number")
+    made.add_argument("--shares", type=float, nargs="*", default=[0.5, 1.0], help="and by share")
+    made.add_argument("--own-shares", type=float, nargs="+", default=[0.0, 0.5])
+    made.add_argument("--busy", type=int, nargs="*", default=[480], help="prompts of a busy source")
+    made.add_argument("--elapsed", type=float, nargs="*", default=[0.25, 0.75], help="of its time")
+    made.add_argument("--repeats", type=int, default=3, help="rounds over all cases")
+    made.add_argument("--seconds", type=float, default=180.0, help="start no sample after that")
+    made.add_argument("--block-size", type=int, default=32)
+    made.add_argument("--pin", action="store_true", help="an own core for each instance")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings")
     args: argparse.Namespace = made.parse_args()

@@ -1,236 +1,64 @@
 """How well exec(x, y) predicts prefills: the operators' model against a whole-model fit.
 
-    python -m bench.fig14_cost_model --model FOLDER [--model FOLDER …] [--shards] [--out FILE]
+    python -m bench.fig14_cost_model --model FOLDER [--model FOLDER …] [--tp2 half|real]
+        [--engine KEY=VALUE …] [--seconds N] [--out FILE]
     python -m bench.fig14_cost_model --replay FILE [--bounds] [--out FILE]
 
-For each model: an engine with its default settings; a calibration in it (`workers/calibrate.py`);
-and prefills, each alone, at other points than those calibrated at: prompts of up to 16k tokens of
-which 0 to 95% are cached. Shown: the mean absolute error of the calibrated operator model, and of a
-polynomial fitted to the very prefills that the calibration measured. Nothing is fitted to tested
-points. Both kinds of points are measured in the same rounds, and the engines take turns at rounds:
-the launches go by the host's speed, which drifts, and that is not what the figure asks about.
+For each model: an engine with the settings that instances serve with; a calibration in it
+(`workers/calibrate.py`); and prefills, each alone, at other points than those calibrated at:
+prompts of up to 16k tokens of which 0 to 95% are cached. Shown: the mean absolute error of the
+calibrated operator model, and of a polynomial fitted to the very prefills that the calibration
+measured. Nothing is fitted to tested points.
+
+Short prefills take what launching their kernels takes, and go by the host's speed, which drifts.
+So both kinds of points are measured in the same rounds, in an order of the round's own; the engines
+take turns at rounds; all of them launch from the same core, the quickest one; and of the rounds at
+a point the lower quartile counts, for fits and for tests. How long a fixed piece of work took the
+host before each prefill is kept with it.
+
+`--tp2` predicts TP=2 from TP=1. `real` runs the model on two GPUs, and measures all-reduces over
+them, alone. `half` measures one rank's half of the model (half the heads, half the MLP, half the
+vocabulary) on one GPU, so the all-reduce is in neither side. The operators' prediction is made
+twice: from the operators at TP=1 alone, and with the shards' operators measured too, as
+`memserve calibrate` does. The whole-model fit can only be halved.
 
 `--replay` makes fits and tables again from a result's file; it needs no GPU. `--bounds` adds how
 good this form can get on these measurements: fitted to the tested points themselves, and calibrated
 with every other tested point of a single step too (tested on the rest, and vice versa).
 
-`--shards` predicts TP=2 from TP=1. It measures one rank's half of the model (half the heads, half
-the MLP, half the vocabulary) on one GPU, so the all-reduce, which takes two, is in neither side.
-The operators' prediction is made twice: from the operators at TP=1 alone, and with the shards'
-operators measured too, as `memserve calibrate` does. The whole-model fit can only be halved.
-
 A folder needs no weights: a `config.json` will do. All engines start at once, to share the time
-that compiling takes. `--clock process` counts processor time
-instead of time: for rehearsing on a CPU that others use, with one thread.
+that compiling takes. An engine that fails leaves the others alone; after `--seconds`, what was
+measured so far counts. `--clock process` counts processor time instead of time: for rehearsing on a
+CPU that others use, with one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from bench._report import parser, publish
+from bench.fig14_engines import ALL_REDUCE, LENGTHS, RANKS, SHARES, Job, Result, run_all
 from memserve.core.builtin import built_in
 from memserve.core.cost_fit import fit_operators, fit_prefills, fit_whole_model
 from memserve.core.cost_model import CostModel
 from memserve.core.cost_samples import PrefillSample, Samples
-from memserve.core.profile import LinkFit, ModelShape, Profile
-from memserve.profiles import device_name
-from memserve.workers.calibrate import (
-    ROUNDS,
-    by_point,
-    measure_operators,
-    medians,
-    prefill_points,
-    prefill_round,
-    with_steps,
-)
+from memserve.core.profile import ModelShape, Profile, ReduceFit
+from memserve.workers.calibrate import ROUNDS, undisturbed
 
-LENGTHS = (256, 512, 1024, 1536, 2000, 4096, 8192, 12288, 16352)
-SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95)
-READY = "fig14: ready"
-DEADLINE_S = 540.0
+DEADLINE_S = 480.0
 SHORT = 2048
 """Tokens: below, the launches bound most prefills on a fast GPU."""
 KV_PROMPTS = 2.1
 """Room for so many prompts of full length: the cached one, and one that is computed."""
-NO_REDUCE = LinkFit(0.0, float("inf"))
-
-T = TypeVar("T")
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine's process has to do."""
-
-    name: str
-    folder: str
-    device: str
-    clock: str
-    is_shard: bool
-    max_model_len: int
-    kv_bytes: int
-    result: str
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What it found."""
-
-    samples: Samples | None
-    """None of a shard: it is only predicted."""
-    prefills: list[list[PrefillSample]]
-    """The repeats at each point."""
-    started_s: float
-    measured_s: float
-
-
-# ── in an engine's process ────────────────────────────────────────────────────────────────────
-
-
-def run_job(job: Job) -> None:
-    """Start the engine; measure operators and rounds, a turn each; write the result."""
-    from memserve.engine_args import engine_defaults
-    from memserve.workers.environment import set_engine_environment
-
-    begun = time.perf_counter()
-    set_engine_environment(os.environ, num_threads=1, log_level="error")
-    import torch
-
-    from memserve.workers.probe import EngineProbe
-    from memserve.workers.spec import CalibrationJob
-
-    torch.set_num_threads(1)
-    engine: dict[str, Any] = engine_defaults(job.device) | {"dtype": "bfloat16"}
-    if not list(Path(job.folder).glob("*.safetensors")):
-        engine |= {"load_format": "dummy", "skip_tokenizer_init": True}
-    engine["max_model_len"] = job.max_model_len
-    if job.device == "cuda":
-        engine["gpu_memory_utilization"] = 0.1  # asked for at the start; kv_bytes decides
-    clock = time.process_time if job.clock == "process" else time.perf_counter
-    probe = EngineProbe(job.folder, engine, job.kv_bytes, clock=clock)
-    probe.start()
-    started_s = time.perf_counter() - begun
-    turn = Turns()
-    calibration = CalibrationJob(
-        name=job.name,
-        model=job.folder,
-        kv_bytes=None,
-        device=device_name(job.device),
-        dtype="bfloat16",
-        created="",
-    )
-    samples = turn(lambda: None if job.is_shard else measure_operators(probe, calibration, silent))
-    fitted = [] if job.is_shard else prefill_points(probe.longest)
-    tested = [(x, int(x * y)) for y in SHARES for x in LENGTHS if x <= probe.longest]
-    rounds = [
-        turn(lambda index=index: prefill_round(probe, fitted + tested, index))  # type: ignore[misc]
-        for index in range(ROUNDS + 1)
-    ]
-    prefills = by_point(rounds)
-    if samples is not None:
-        calibrated = medians(prefills[: len(fitted)])
-        operators = samples
-        samples = turn(lambda: with_steps(operators, probe, calibrated, silent))
-    result = Result(
-        samples=samples,
-        prefills=prefills[len(fitted) :],
-        started_s=started_s,
-        measured_s=turn.measured_s,
-    )
-    Path(job.result).write_bytes(msgspec.json.encode(result))
-
-
-class Turns:
-    """Measures only while it is this engine's turn: only one of them uses the GPU at a time."""
-
-    def __init__(self) -> None:
-        self.measured_s = 0.0
-
-    def __call__(self, measure: Callable[[], T]) -> T:
-        """Say that the last turn is over, wait for the next, measure."""
-        print(READY, flush=True)
-        if not sys.stdin.readline():
-            raise SystemExit("the bench has gone")
-        begun = time.perf_counter()
-        found = measure()
-        self.measured_s += time.perf_counter() - begun
-        return found
-
-
-def silent(_: str) -> None:
-    """Progress is told by the bench itself."""
-
-
-# ── in the bench's own ────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def child(job: Job, log: IO[bytes]) -> Iterator[subprocess.Popen[str]]:
-    """The process of an engine; it ends with the block, whatever happens."""
-    command = [sys.executable, "-m", "bench.fig14_cost_model", "--job"]
-    process = subprocess.Popen(
-        [*command, msgspec.json.encode(job).decode()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def run_all(jobs: Sequence[Job], folder: Path) -> list[Result]:
-    """Start all engines, then let them measure in turns."""
-    with ExitStack() as stack:
-        logs = [stack.enter_context((folder / f"{job.name}.log").open("w+b")) for job in jobs]
-        children = [
-            stack.enter_context(child(job, log)) for job, log in zip(jobs, logs, strict=True)
-        ]
-        watchdog = threading.Timer(DEADLINE_S, lambda: [one.kill() for one in children])
-        stack.callback(watchdog.cancel)
-        watchdog.start()
-        waiting = list(zip(jobs, logs, children, strict=True))
-        for job, log, one in waiting:
-            if not is_ready(one):
-                fail(job, log)
-            print(f"{job.name}: engine started", flush=True)
-        while waiting:
-            for job, log, one in waiting:
-                assert one.stdin is not None
-                one.stdin.write("go\n")
-                one.stdin.flush()
-                if not is_ready(one) and (one.wait() != 0 or not Path(job.result).exists()):
-                    fail(job, log)
-            waiting = [found for found in waiting if found[2].poll() is None]
-    return [msgspec.json.decode(Path(job.result).read_bytes(), type=Result) for job in jobs]
-
-
-def is_ready(process: subprocess.Popen[str]) -> bool:
-    """Waits for the end of its turn. False: it was the last one, or the process failed."""
-    assert process.stdout is not None
-    return any(line.strip() == READY for line in process.stdout)
-
-
-def fail(job: Job, log: IO[bytes]) -> None:
-    """End with what the engine's process said last."""
-    log.seek(0)
-    lines = log.read().decode(errors="replace").splitlines()[-30:]
-    raise SystemExit("\n".join([f"{job.name} failed:", *lines]))
+NO_REDUCE = ReduceFit(0.0, 1e15, source="none: one rank's half")
 
 
 def write_shard(source: Path, target: Path) -> Path:
@@ -301,21 +129,24 @@ def compare(
 
 
 def fit(samples: Samples, extra: Sequence[PrefillSample] = ()) -> Profile:
-    """The profile, without all-reduce. `extra`: prefills beside the calibration's."""
+    """The profile. `extra`: prefills beside the calibration's."""
     samples = msgspec.structs.replace(samples, prefills=[*samples.prefills, *extra])
-    found = fit_operators(samples, built_in(samples.shape, samples.device))
-    return msgspec.structs.replace(found, reduce=NO_REDUCE)
+    return fit_operators(samples, built_in(samples.shape, samples.device))
 
 
-def models_of(samples: Samples, tp: int) -> dict[str, Any]:
-    """For the calibrated degree, and for TP=2 without all-reduce."""
+def models_of(samples: Samples, result: Result) -> dict[str, Any]:
+    """For the calibrated degree, or for TP=2."""
     whole = fit_whole_model(samples.prefills)
-    if tp == samples.tp:
+    if result.samples is not None:
         return {"operators": CostModel(fit(samples)), "whole model": whole}
+    reduce = {} if result.has_reduce else {"reduce": NO_REDUCE}
+    alone, shards = (
+        msgspec.structs.replace(fit(chosen), **reduce) for chosen in (at_tp_1(samples), samples)
+    )
     return {
-        "operators": CostModel(fit(at_tp_1(samples)), tp),
-        "operators, shards measured": CostModel(fit(samples), tp),
-        "whole model": whole.with_tp(tp),
+        "operators": CostModel(alone, RANKS),
+        "operators, shards measured": CostModel(shards, RANKS),
+        "whole model": whole.with_tp(RANKS),
     }
 
 
@@ -329,9 +160,12 @@ class ByPoint:
         return self._models[num_tokens, cached_tokens].exec_s(num_tokens, cached_tokens)
 
 
-def bounds_of(samples: Samples, tp: int, tests: Sequence[PrefillSample]) -> dict[str, Any]:
+def bounds_of(samples: Samples, result: Result, tests: Sequence[PrefillSample]) -> dict[str, Any]:
     """What the form can do at best on these measurements: not predictions."""
+    tp = RANKS if result.samples is None else samples.tp
     profile = msgspec.structs.replace(fit(samples), tp=tp)
+    if not result.has_reduce:
+        profile = msgspec.structs.replace(profile, reduce=NO_REDUCE)
     ideal = msgspec.structs.replace(profile, step=fit_prefills(profile, tests))
     bounds: dict[str, Any] = {"BOUND, fitted to the tests": CostModel(ideal)}
     if tp == samples.tp:
@@ -350,21 +184,42 @@ def bounds_of(samples: Samples, tp: int, tests: Sequence[PrefillSample]) -> dict
 def evaluate(
     results: Mapping[str, Result], has_bounds: bool
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """All errors. A shard's result follows that of its model."""
+    """All errors. What is only predicted follows its model."""
     metrics: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
+    reduces = [sample for result in results.values() for sample in result.reduces]
     samples: Samples | None = None
     for name, result in results.items():
-        samples = result.samples or samples
-        assert samples is not None, "a shard comes after its model"
-        tp, tests = 1 if result.samples else 2, medians(result.prefills)
-        models = models_of(samples, tp)
+        if result.samples is not None:
+            samples = msgspec.structs.replace(result.samples, reduces=reduces)
+            if result.calibrated:
+                prefills = undisturbed(result.calibrated)
+                samples = msgspec.structs.replace(samples, prefills=prefills)
+        tests = undisturbed(result.prefills)
+        if not tests:
+            continue
+        if samples is None or not name.startswith(samples.model):
+            print(f"{name}: its model was not calibrated", flush=True)
+            continue
+        models = models_of(samples, result)
         if has_bounds:
-            models |= bounds_of(samples, tp, tests)
+            models |= bounds_of(samples, result, tests)
         found, more = compare(name, models, tests)
-        metrics |= found
+        metrics |= found | host_of(name, result.prefills)
         rows += more
     return metrics, rows
+
+
+def host_of(name: str, prefills: Sequence[Sequence[PrefillSample]]) -> dict[str, float]:
+    """How the host's speed varied while these were measured."""
+    times = [sample.host_s for point in prefills for sample in point if sample.host_s is not None]
+    if not times:
+        return {}
+    low, mid, high = np.percentile(times, (5, 50, 95))
+    return {
+        f"{name}: host, slowest over median": round(float(high / mid), 3),
+        f"{name}: host, median over quickest": round(float(mid / low), 3),
+    }
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, Result]]:
@@ -379,65 +234,93 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Result]]:
 
 
 def make_jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
-    """Two for each model with `--shards`: itself and its half."""
-    jobs = []
+    """For each model itself and what is predicted from it; and the all-reduce."""
+    jobs: list[Job] = []
+    common = {"device": options.device, "clock": options.clock, "rounds": options.rounds}
+    if options.tp2 == "real":
+        jobs.append(Job(name=ALL_REDUCE, tp=RANKS, result=str(folder / "reduce.json"), **common))
     for path in options.model:
-        sources = [(path.name, path, False)]
-        if options.shards:
-            name = f"{path.name} TP=2"
-            sources.append((name, write_shard(path, folder / f"{path.name}-shard"), True))
-        for name, source, is_shard in sources:
+        variants = [(path.name, path, 1)]
+        if options.tp2 == "half":
+            half = write_shard(path, folder / f"{path.name}-shard")
+            variants.append((f"{path.name} TP={RANKS}", half, RANKS))
+        elif options.tp2 == "real":
+            variants.append((f"{path.name} TP={RANKS}", path, RANKS))
+        for name, source, tp in variants:
             config = json.loads((source / "config.json").read_text())
             prompt_bytes = (
                 options.max_model_len * ModelShape.from_config(config, 2).kv_bytes_per_token
             )
-            jobs.append(
-                Job(
-                    name=name,
-                    folder=str(source.resolve()),
-                    device=options.device,
-                    clock=options.clock,
-                    is_shard=is_shard,
-                    max_model_len=options.max_model_len,
-                    kv_bytes=int(KV_PROMPTS * prompt_bytes),
-                    result=str(folder / f"{len(jobs)}.json"),
-                )
+            job = Job(
+                name=name,
+                folder=str(source.resolve()),
+                tp=tp,
+                is_half=options.tp2 == "half" and tp > 1,
+                engine=dict(options.engine),
+                max_model_len=options.max_model_len,
+                kv_bytes=int(KV_PROMPTS * prompt_bytes / (tp if options.tp2 == "real" else 1)),
+                result=str(folder / f"{len(jobs)}.json"),
+                **common,
             )
+            jobs.append(job)
     return jobs
+
+
+def engine_setting(text: str) -> tuple[str, Any]:
+    """`KEY=VALUE`, with the value as JSON where it is some."""
+    key, sign, value = text.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    found = parser(__doc__)
+    source = found.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", action="append", type=Path, metavar="FOLDER")
+    source.add_argument("--replay", type=Path, metavar="FILE", help="a result of this script")
+    found.add_argument("--bounds", action="store_true", help="show the best possible as well")
+    found.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    found.add_argument("--clock", choices=("time", "process"), default="time")
+    found.add_argument("--max-model-len", type=int, default=16384)
+    found.add_argument("--tp2", choices=("none", "half", "real"), default="none")
+    found.add_argument("--rounds", type=int, default=ROUNDS)
+    found.add_argument("--seconds", type=float, default=DEADLINE_S, help="for all measurements")
+    found.add_argument(
+        "--engine", action="append", type=engine_setting, default=[], metavar="KEY=VALUE"
+    )
+    return found.parse_args(arguments)
+
+
+def measured(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Result]]:
+    """Settings and what was found."""
+    with tempfile.TemporaryDirectory(prefix="memserve-fig14-") as name:
+        results = run_all(make_jobs(options, Path(name)), Path(name), options.seconds)
+    settings = {
+        "models": list(results),
+        "lengths": LENGTHS,
+        "cached shares": SHARES,
+        "rounds": options.rounds,
+        "tp2": options.tp2,
+        "engine": dict(options.engine),
+        "clock": options.clock,
+        "max_model_len": options.max_model_len,
+    }
+    return settings, results
 
 
 def main() -> None:
     """Measure, fit, compare, print, write."""
-    if sys.argv[1:2] == ["--job"]:
-        run_job(msgspec.json.decode(sys.argv[2], type=Job))
-        sys.stdout.flush()
-        os._exit(0)
-    arguments = parser(__doc__)
-    source = arguments.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", action="append", type=Path, metavar="FOLDER")
-    source.add_argument("--replay", type=Path, metavar="FILE", help="a result of this script")
-    arguments.add_argument("--bounds", action="store_true", help="show the best possible as well")
-    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    arguments.add_argument("--clock", choices=("time", "process"), default="time")
-    arguments.add_argument("--max-model-len", type=int, default=16384)
-    arguments.add_argument("--shards", action="store_true", help="predict TP=2 as well")
-    options = arguments.parse_args()
+    options = options_of()
     if options.replay:
         settings, results = load(options.replay)
         raw: Any = f"{options.replay.name}, as measured"
     else:
-        with tempfile.TemporaryDirectory(prefix="memserve-fig14-") as name:
-            jobs = make_jobs(options, Path(name))
-            found = run_all(jobs, Path(name))
-        results = {job.name: result for job, result in zip(jobs, found, strict=True)}
-        settings = {
-            "models": list(results),
-            "lengths": LENGTHS,
-            "cached shares": SHARES,
-            "rounds": ROUNDS,
-            "clock": options.clock,
-            "max_model_len": options.max_model_len,
-        }
+        settings, results = measured(options)
         raw = msgspec.to_builtins(results)
     metrics, rows = evaluate(results, options.bounds)
     publish(

@@ -290,7 +290,7 @@ class Driver:
                 epoch=1,
                 request_id=request_id,
                 attempt=1,
-                request=_request(request.reply_tokens),
+                request=greedy_request(request.reply_tokens),
                 known_tokens=0,
                 token_ids=tokens,
                 whole=True,
@@ -300,8 +300,8 @@ class Driver:
         )
 
 
-def _request(max_tokens: int) -> bytes:
-    """Greedy, and exactly so long."""
+def greedy_request(max_tokens: int) -> bytes:
+    """What a worker is asked: greedy, and exactly so long."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackEncoder

@@ -52,9 +52,11 @@ class Members:
         cost: CostModel,
         max_running: int,
         max_queued_tokens: int,
+        tp_of: Mapping[InstanceId, int] | None = None,
     ) -> None:
+        """`tp_of`: as in `Loads`."""
         self._cost = cost
-        self.loads = Loads(roles, cost)
+        self.loads = Loads(roles, cost, tp_of)
         """For the policy to read."""
         self.pending = Pending(list(roles))
         """Prompts that were placed, and are not computed yet."""
@@ -140,6 +142,17 @@ class Members:
             num_tokens = len(lifecycle.spec.prompt_token_ids)
             self._cost.observe(num_tokens, cached_tokens, now - since)
 
+    def observe_fetch(
+        self, lifecycle: RequestLifecycle, predicted_s: float | None, seconds: float, now: float
+    ) -> None:
+        """A fetch has ended, or was given up, after so long (if the request goes on by it)."""
+        plan = lifecycle.plan
+        if lifecycle.phase is not Phase.PREFILL or predicted_s is None:
+            return
+        if plan is not None and plan.fetch is not None:
+            source = self.loads.slots[plan.fetch.source.instance]
+            self.loads.fetch_times.observe(source, predicted_s, seconds, now)
+
     def check_integrity(self, lifecycles: Mapping[RequestId, RequestLifecycle]) -> None:
         """Raises: AssertionError if the loads are not those of these requests, at their phases."""
         assert self._charges.keys() <= lifecycles.keys()
@@ -223,11 +236,12 @@ class _LinkTotals(msgspec.Struct):
     seconds: float = 0.0
 
 
-class _UnderWay(msgspec.Struct, frozen=True):
+class _UnderWay(msgspec.Struct):
     source: InstanceId
     target: InstanceId
     size_bytes: int
     link: _LinkTotals
+    is_cancelled: bool = False
 
 
 class Traffic:
@@ -244,6 +258,14 @@ class Traffic:
         link.transfers += 1
         self._open[command.transfer_id] = _UnderWay(source, command.peer, size_bytes, link)
         self._loads.add_transfer(source, command.peer, size_bytes)
+
+    def cancelled(self, source: InstanceId, transfer_id: TransferId) -> None:
+        """`source` was told to give this one up; those that it does not send are ignored."""
+        under_way = self._open.get(transfer_id)
+        if under_way is None or under_way.source != source or under_way.is_cancelled:
+            return
+        under_way.is_cancelled = True
+        self._loads.add_silent(source, 1)
 
     def answered(self, event: Sent | TransmitFailed) -> None:
         """Its answer came."""
@@ -266,6 +288,7 @@ class Traffic:
     def _end(self, transfer_id: TransferId) -> _LinkTotals:
         under_way = self._open.pop(transfer_id)
         self._loads.add_transfer(under_way.source, under_way.target, -under_way.size_bytes)
+        self._loads.add_silent(under_way.source, -under_way.is_cancelled)
         return under_way.link
 
     def statuses(self, kinds: Mapping[tuple[InstanceId, InstanceId], str]) -> list[LinkStatus]:

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from memserve.config import Config, engine_settings
+from memserve.config import Config, engine_settings, tp_in_force
 from memserve.core.builtin import built_in
 from memserve.core.cost_fit import fit_operators
 from memserve.core.cost_model import CostModel
 from memserve.core.cost_samples import Samples
 from memserve.core.profile import Profile
+from memserve.engine_args import count_gpus
 from memserve.errors import StartError
 from memserve.models import resolve_model
 from memserve.profiles import check_writable, key_of, num_threads, path_of, save
@@ -62,6 +63,7 @@ def calibrate(
         device=key.device,
         dtype=key.dtype,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        reduce_ranks=_reduce_ranks(config),
     )
     samples = _measure(job, report, samples_file)
     try:
@@ -72,10 +74,16 @@ def calibrate(
     return profile, path
 
 
+def _reduce_ranks(config: Config) -> int:
+    """As many as an instance will have, or two where there are as many GPUs."""
+    ranks = max(2, *tp_in_force(config).values())
+    return ranks if config.cluster.device == "cuda" and count_gpus() >= ranks else 0
+
+
 def summary(profile: Profile) -> list[str]:
     """What a profile says, in a few lines."""
     model = CostModel(profile)
-    lines = [f"{profile.model} on {profile.device}, {profile.engine}: {profile.source}"]
+    lines = [profile.describe(), f"all-reduce over several GPUs: {profile.reduce.source}"]
     for tokens in _SUMMARY_TOKENS:
         cold, warm = model.exec_s(tokens), model.exec_s(tokens, tokens * 3 // 4)
         lines.append(

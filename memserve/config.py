@@ -7,21 +7,19 @@ Later layers override earlier ones::
 The file is the one named by `--config`, else by `$MEMSERVE_CONFIG`, else `./memserve.toml` if
 there is one. Every value remembers where it came from. `memserve.toml` in the repository lists all
 keys. Collaborators: `core/mode.py` (the mode), `engine_args.py` (what `[engine]` may hold),
-`config_layers.py` (reading the layers), `cli.py` (flags, printing).
+`config_layers.py` (reading the layers), `config_values.py` (values into types), `cli.py` (flags,
+printing).
 """
 
 from __future__ import annotations
 
-import enum
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from memserve import config_layers, engine_args
+from memserve import config_layers, config_values, engine_args
 from memserve.config_layers import Layered
 from memserve.core.gpu_plan import BY_ROLE, GpuPlan, check_link, describe_tp, parse_tp, plan_gpus
 from memserve.core.mode import Mode, parse_mode
@@ -352,25 +350,6 @@ def keys() -> list[str]:
     ]
 
 
-def allowed_values(kind: Any) -> str:
-    """What a key of this type may be, in words."""
-    if typing.get_origin(kind) is Annotated:
-        return str(next(meta.description for meta in kind.__metadata__ if meta.description))
-    if typing.get_origin(kind) in (typing.Union, UnionType):
-        return " or ".join(
-            allowed_values(option) for option in typing.get_args(kind) if option is not NoneType
-        )
-    if typing.get_origin(kind) is list:
-        return f"a list: each {allowed_values(*typing.get_args(kind))}"
-    if typing.get_origin(kind) is Literal:
-        return ", ".join(typing.get_args(kind))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return ", ".join(str(member.value) for member in kind)
-    if typing.get_origin(kind) is dict:
-        return 'a table of names and folders: { name = "folder" }'
-    return {str: "a string"}.get(kind, str(kind))
-
-
 def _decode(merged: Mapping[str, Layered]) -> tuple[Config, dict[str, str]]:
     """Every value in the type of its key; origins for all keys."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in (*SECTIONS, _ENGINE)}
@@ -389,25 +368,12 @@ def _decode(merged: Mapping[str, Layered]) -> tuple[Config, dict[str, str]]:
             value = engine_args.engine_argument(name, layered.value, layered.raw, fields)
             sections[section][name] = value
         elif key in types:
-            sections[section][name] = _convert(key, layered, types[key])
+            sections[section][name] = config_values.convert(key, layered, types[key])
         else:
             raise config_layers.unknown_key(key, types)
         origins[key] = layered.origin
     structs: dict[str, Any] = {name: kind(**sections[name]) for name, kind in SECTIONS.items()}
     return Config(engine=sections[_ENGINE], **structs), origins
-
-
-def _convert(key: str, layered: Layered, kind: Any) -> Any:
-    for value in (layered.value, layered.raw):
-        if value is None:
-            continue
-        try:
-            return msgspec.convert(value, kind)
-        except msgspec.ValidationError:
-            continue
-    raise ConfigError(
-        key, f"{layered.value!r} ({layered.origin}) is not allowed", allowed_values(kind)
-    )
 
 
 def _settle(config: Config, origins: dict[str, str]) -> Settings:

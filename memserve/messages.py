@@ -249,6 +249,12 @@ class PoolStats(msgspec.Struct, frozen=True):
     """HBM → DRAM, since the start."""
     swapped_in_blocks: int = 0
     """DRAM → HBM, since the start."""
+    steps: int = 0
+    """Of the engine in which the model ran, since the start."""
+    step_s: float = 0.0
+    """Seconds inside the engine's steps."""
+    turn_s: float = 0.0
+    """Seconds of the loop's turns that had a step, with all that is done besides."""
 
 
 class Ready(Event, frozen=True, tag=True):

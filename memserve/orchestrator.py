@@ -54,7 +54,7 @@ from memserve.models import resolve_model
 from memserve.progress import Progress
 from memserve.scheduler import GlobalScheduler
 from memserve.scheduler_settings import scheduler_settings
-from memserve.status import AuditReport, Snapshot
+from memserve.status import AuditReport, Costs, Snapshot
 from memserve.tui import live_view
 from memserve.types import InstanceId, Lora, RequestId, Role
 from memserve.workers.environment import set_engine_environment
@@ -144,6 +144,7 @@ class Orchestrator:
             instances=self._cluster.statuses(),
             links=self._scheduler.links(self._cluster.link_kinds),
             counters=self._scheduler.counters(),
+            costs=_costs(self._cost),
         )
 
     def timeline(self, request_id: RequestId) -> RequestTimeline | None:
@@ -170,7 +171,7 @@ class Orchestrator:
     ) -> None:
         profile = await asyncio.to_thread(profiles.for_config, self._config, model)
         hub = Hub(run_dir, self._on_event)
-        # Prompts are what most depends on the degree: theirs, where the roles differ in it.
+        # For prompts; what it says of decode steps is reckoned at each instance's own degree.
         tp_of = tp_in_force(self._config)
         tp = next(tp_of[i] for i, role in self._mode.instances() if role is not Role.DECODE)
         self._build(model, run_dir, hub, CostModel(profile, tp))
@@ -201,10 +202,12 @@ class Orchestrator:
 
     def _build(self, model: str, run_dir: Path, hub: Hub, cost: CostModel) -> None:
         config = self._config
+        self._cost = cost
         hub.open()
         roles = dict(self._mode.instances())
+        settings = scheduler_settings(config, self._caching, LINK_OF[config.cluster.device])
         self._scheduler = GlobalScheduler(
-            scheduler_settings(config, self._caching, LINK_OF[config.cluster.device]),
+            msgspec.structs.replace(settings, tp_of=tp_in_force(config)),
             roles,
             hub.send,
             time.monotonic,
@@ -212,12 +215,15 @@ class Orchestrator:
         )
         num_threads = profiles.num_threads(config)
         environment = dict(os.environ)
+        device = device_in_force(config)
         set_engine_environment(
-            environment, num_threads=num_threads, log_level=config.server.log_level
+            environment,
+            num_threads=num_threads,
+            log_level=config.server.log_level,
+            compiles=device != "cpu" or not engine_settings(config).get("enforce_eager"),
         )
 
         plan, visible, tp_of = gpu_plan(config), visible_gpus(), tp_in_force(config)
-        device = device_in_force(config)
 
         def make_spec(instance: InstanceId, role: Role, epoch: int) -> WorkerSpec:
             own = plan.visible_order(instance) if plan is not None else ()
@@ -364,6 +370,17 @@ class Orchestrator:
         if self._stop_asked.is_set():
             self._abort_asked.set()
         self._stop_asked.set()
+
+
+def _costs(cost: CostModel) -> Costs:
+    profile = cost.profile
+    return Costs(
+        profile=profile.describe(),
+        is_calibrated=profile.is_calibrated,
+        reduce=profile.reduce.source,
+        error=profile.error,
+        factor=cost.factor,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

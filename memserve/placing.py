@@ -17,6 +17,7 @@ from memserve.core.cost_model import CostModel
 from memserve.core.policies import PolicyName, make_policy
 from memserve.core.policy import (
     Demand,
+    FetchChoice,
     Fetching,
     Placement,
     Split,
@@ -28,6 +29,11 @@ from memserve.core.tokens import TOKEN_BYTES
 from memserve.core.tree_parts import Match
 from memserve.core.vocabulary import Fetch, Plan
 from memserve.types import Caching, InstanceId, Role
+
+_PATIENCE = 2.0
+_PATIENCE_S = 0.1
+"""A fetch may take so many times what was predicted, and so much longer, beside the time that
+computing would take: no machine is that exact."""
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True):
@@ -49,6 +55,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     fetching: Fetching
     link: str
     """The kind of the links between instances, as the cost model calls it."""
+    tp_of: dict[InstanceId, int] | None = None
+    """Ranks of each instance; None: those that the cost model is for."""
 
 
 class Placer:
@@ -63,6 +71,7 @@ class Placer:
     ) -> None:
         self._policy = make_policy(settings.policy, settings.split, cost, settings.link)
         self._split = settings.split
+        self._reservation_s = settings.reservation_s
         self._fetching = settings.fetching
         self._caching = settings.caching
         self._cost = cost
@@ -99,15 +108,17 @@ class Placer:
             placement = with_fetch(placement, demand, self._members.loads)
         active.missing_tokens = num_tokens - placement.cached_tokens
         active.prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
+        active.fetch_s = placement.fetch.predicted_s if placement.fetch is not None else None
+        active.placed_at = now
         active.timeline.note("placed", now, placement.first, placement.reason)
-        plan = self._plan(placement)
+        plan = self._plan(placement, now)
         if not plan.first_is_private:
             pending.add(spec.id, placement.first, path)
         return plan
 
-    def _plan(self, placement: Placement) -> Plan:
+    def _plan(self, placement: Placement, now: float) -> Plan:
         caching = self._caching
-        decode, fetch = placement.decode, placement.fetch
+        decode = placement.decode
         keeps = (
             caching.decode_keeps
             if self._roles[placement.first] is Role.DECODE
@@ -119,9 +130,22 @@ class Placer:
             first_is_private=not keeps,
             decode_is_private=not caching.decode_keeps,
             returns=decode is not None and caching.decode_returns,
-            fetch=(
-                Fetch(self._members.seat(fetch.source), fetch.num_tokens)
-                if fetch is not None and keeps
-                else None
-            ),
+            fetch=self._fetch(placement, placement.fetch, now) if keeps else None,
         )
+
+    def _fetch(self, placement: Placement, choice: FetchChoice | None, now: float) -> Fetch | None:
+        """P waits for what it fetches as long as for computing it, and the predicted time beside.
+
+        So a source that hangs, or began a long step meanwhile, costs at most about twice the time;
+        while others are before it in P's queue, it costs nothing. What nobody predicted is waited
+        for as for any reservation.
+        """
+        if choice is None:
+            return None
+        deadline_s = self._reservation_s
+        if choice.predicted_s is not None:
+            loads = self._members.loads
+            queue_s = float(loads.queue_s(now)[loads.slots[placement.first]])
+            computing_s = self._cost.exec_s(choice.num_tokens)
+            deadline_s = queue_s + computing_s + _PATIENCE * choice.predicted_s + _PATIENCE_S
+        return Fetch(self._members.seat(choice.source), choice.num_tokens, deadline_s)

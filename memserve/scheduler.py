@@ -53,6 +53,8 @@ from memserve.messages import (
     AnyCommand,
     CacheChanged,
     CacheSnapshot,
+    Cancel,
+    Expired,
     PoolStats,
     Sent,
     Tokens,
@@ -85,7 +87,13 @@ class GlobalScheduler:
         self._clock = clock
         self._sink: OutputSink | None = None
         self._cost = cost
-        self._members = Members(self._roles, cost, settings.max_running, settings.max_queued_tokens)
+        self._members = Members(
+            self._roles,
+            cost,
+            settings.max_running,
+            settings.max_queued_tokens,
+            settings.tp_of,
+        )
         self._placer = Placer(settings, cost, self._roles, self._members)
         self._hopeless: set[InstanceId] = set()
         self._caches: Caches | None = None
@@ -356,7 +364,11 @@ class GlobalScheduler:
 
     def _step(self, active: Active, event: AnyInput) -> list[Action]:
         was_placed = active.lifecycle.phase is not Phase.UNPLACED
+        was_fetching = active.lifecycle.phase is Phase.FETCH
         actions = active.lifecycle.step(event)
+        if was_fetching and isinstance(event, Sent | Expired):
+            now, since = self._clock(), active.placed_at
+            self._members.observe_fetch(active.lifecycle, active.fetch_s, now - since, now)
         if not was_placed and active.lifecycle.is_client_done:
             self._queue.remove(active.lifecycle.spec.id)
         self._carry_out(active, actions)
@@ -394,6 +406,8 @@ class GlobalScheduler:
         if seat not in self._members:
             return
         self._send(seat, action.command)
+        if isinstance(action.command, Cancel):
+            self._traffic.cancelled(action.instance, action.command.transfer_id)
         if isinstance(action.command, Transmit):
             assert self._limits is not None
             num_tokens = len(action.command.block_ids) * self._limits.block_size
@@ -423,7 +437,6 @@ class GlobalScheduler:
         request_id = active.lifecycle.spec.id
         logger.warning("request %s failed: %s", request_id, error)
         self._totals.failed += 1
-        active.timeline.note("failed", self._clock(), None, {"error": str(error)})
-        active.timeline.end("failed", self._clock())
+        active.timeline.end("failed", self._clock(), str(error))
         if self._sink is not None:
             self._sink.on_error(request_id, error)

@@ -10,6 +10,7 @@ from memserve.types import InstanceId, InstanceState, Role
 
 __all__ = [
     "AuditReport",
+    "Costs",
     "Counters",
     "InstanceStatus",
     "LinkStatus",
@@ -68,6 +69,21 @@ class Counters(msgspec.Struct, frozen=True):
     generated_tokens: int
 
 
+class Costs(msgspec.Struct, frozen=True):
+    """What the scheduler's expectations come from (docs/cost_model.md)."""
+
+    profile: str
+    """The cost profile in use and where it comes from, in a line."""
+    is_calibrated: bool
+    """False: made from a data sheet, right within a factor of two."""
+    reduce: str
+    """Where the costs of all-reduces between an instance's GPUs come from."""
+    error: float | None
+    """Mean relative error over the prefills that it was calibrated with."""
+    factor: float
+    """What observed prefills took, over what the profile says."""
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """The whole cluster."""
 
@@ -80,6 +96,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     instances: list[InstanceStatus]
     links: list[LinkStatus]
     counters: Counters
+    costs: Costs
 
 
 class AuditReport(msgspec.Struct, frozen=True):

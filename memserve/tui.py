@@ -58,7 +58,7 @@ def render(
     problems = tui_text.problem_lines(snapshot)
     traffic = tui_text.traffic_tables(snapshot, before, interval_s)
     rows = [len(snapshot.instances), len(snapshot.links), len(events)]
-    fixed = 7 + 2 * len(traffic) + len(problems) + (2 if rows[1] else 0) + (2 if rows[2] else 0)
+    fixed = 8 + 2 * len(traffic) + len(problems) + (2 if rows[1] else 0) + (2 if rows[2] else 0)
     if height is not None:
         rows = tui_text.share_rows(rows, height - fixed - 2)
     parts: list[RenderableType] = [

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from memserve.messages import PoolStats
 from memserve.progress import MARKS
-from memserve.status import AuditReport, InstanceStatus, LinkStatus, Snapshot
+from memserve.status import AuditReport, Costs, InstanceStatus, LinkStatus, Snapshot
 from memserve.types import Role
 from memserve.units import format_count, format_rate, format_ratio, format_size, format_time
 
@@ -49,7 +49,14 @@ def header(snapshot: Snapshot, notice: str | None, address: str) -> RenderableTy
     line = Text(no_wrap=True, overflow="ellipsis")
     if address:
         line.append(f"{address}  ")
-    return Group(table, line.append(" · ".join(facts), DIM))
+    return Group(table, line.append(" · ".join(facts), DIM), _cost_line(snapshot.costs))
+
+
+def _cost_line(costs: Costs) -> Text:
+    """Where the scheduler's expectations come from, and how they are corrected by now."""
+    line = Text("costs  ", DIM, no_wrap=True, overflow="ellipsis")
+    line.append(f"× {costs.factor:.2f} observed  ", DIM)
+    return line.append(costs.profile, DIM if costs.is_calibrated else "yellow")
 
 
 def traffic_tables(

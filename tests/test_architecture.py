@@ -33,12 +33,15 @@ MAY_IMPORT: dict[str, str] = {
     # configuration
     "config_layers": "errors",
     "engine_args": "errors",
-    "config": "config_layers core.gpu_plan core.mode engine_args errors types",
+    "config_values": "config_layers errors",
+    "config": "config_layers config_values core.gpu_plan core.mode engine_args errors types",
     "config_text": "config",
     "loras": "errors types",
     "models": "errors types",
     "profiles": "config core.builtin core.profile errors models",
-    "calibration": ("config core errors models profiles workers.environment workers.spec"),
+    "calibration": (
+        "config core engine_args errors models profiles workers.environment workers.spec"
+    ),
     # the orchestrator's parts
     "channel": "core errors messages types",
     "zygote_process": "errors types workers.spec",

@@ -17,6 +17,7 @@ from memserve.core.profile import (
     LinkFit,
     ModelShape,
     Profile,
+    ReduceFit,
     StepFit,
 )
 
@@ -51,6 +52,9 @@ _CPU_LINKS = {
     "tcp": LinkFit(1e-3, 1e9),
     "dram": LinkFit(0.2e-3, 10e9),
 }
+
+_REDUCE = ReduceFit(10e-6, 250e9, launch_s=25e-6, source="built in, of GPUs joined by NVLink")
+_REDUCE_ON_CPU = ReduceFit(100e-6, 5e9, source="built in, of processes on one host")
 
 CPU = DeviceSpec(
     name="cpu",
@@ -134,7 +138,7 @@ def built_in(
             ),
         ),
         elementwise=dict.fromkeys(shape.elementwise(1), element),
-        reduce=LinkFit(20e-6, spec.links["ipc" if "ipc" in spec.links else "shm"].bytes_per_s),
+        reduce=_REDUCE_ON_CPU if spec is CPU else _REDUCE,
         step=StepFit(
             host_s=spec.host_s,
             floor_s=spec.host_s + spec.launch_s * shape.num_layers,

@@ -17,17 +17,18 @@ import numpy as np
 
 from memserve.core.cost_model import CostModel
 from memserve.core.cost_samples import (
-    REDUCE,
     AttentionSample,
     DecodeSample,
     GemmSample,
     LinearSample,
     LinkSample,
     PrefillSample,
+    ReduceSample,
     Samples,
 )
 from memserve.core.least_squares import columns, mean_error, nonnegative, relative
 from memserve.core.profile import (
+    CALIBRATED,
     AttentionFit,
     Floats,
     Gemm,
@@ -35,6 +36,7 @@ from memserve.core.profile import (
     LinearFit,
     LinkFit,
     Profile,
+    ReduceFit,
     StepFit,
     step_parts,
 )
@@ -69,9 +71,8 @@ def fit_operators(samples: Samples, fallback: Profile) -> Profile:
     `fallback`: what to take for links and all-reduce where nothing was measured. Raises: ValueError
     if an operator of the model has no samples.
     """
-    links = fit_links(samples.links)
     profile = Profile(
-        source="calibrated",
+        source=CALIBRATED,
         model=samples.model,
         device=samples.device,
         dtype=samples.dtype,
@@ -85,8 +86,8 @@ def fit_operators(samples: Samples, fallback: Profile) -> Profile:
         gemms=_fit_gemms(samples),
         attention=_fit_attentions(samples.attention),
         elementwise=_fit_elementwise(samples.elementwise),
-        reduce=links.pop(REDUCE, fallback.reduce),
-        links={**fallback.links, **links},
+        reduce=fit_reduce(samples.reduces) or fallback.reduce,
+        links={**fallback.links, **fit_links(samples.links)},
     )
     _check_complete(profile)
     step = fit_decodes(profile, fit_prefills(profile, samples.prefills), samples.decodes)
@@ -206,6 +207,26 @@ def fit_links(samples: Iterable[LinkSample]) -> dict[str, LinkFit]:
     return fits
 
 
+def fit_reduce(samples: Sequence[ReduceSample]) -> ReduceFit | None:
+    """Of the samples with the fewest ranks. None without two sizes."""
+    ranks = min((sample.ranks for sample in samples), default=0)
+    found = sorted((s for s in samples if s.ranks == ranks), key=lambda one: one.size_bytes)
+    if len({sample.size_bytes for sample in found}) < 2:
+        return None
+    sizes, seconds, launches = columns((s.size_bytes, s.seconds, s.launch_s) for s in found)
+    sent = 2 * (ranks - 1) / ranks * sizes
+    fixed_s, byte_s = relative(np.stack([np.ones(len(sent)), sent], axis=1), seconds).tolist()
+    fit = ReduceFit(
+        source=f"measured over {ranks} ranks",
+        fixed_s=fixed_s,
+        bytes_per_s=1 / byte_s if byte_s > 0 else 1e15,
+        launch_s=float(launches.min()),
+    )
+    ratios = seconds / fit.seconds(ranks, sizes)
+    correction = zip(sizes.astype(int).tolist(), ratios.tolist(), strict=True)
+    return msgspec.structs.replace(fit, correction=tuple(correction))
+
+
 # ── steps of the engine ───────────────────────────────────────────────────────────────────────
 
 
@@ -220,6 +241,7 @@ class _Chunk(msgspec.Struct, frozen=True):
     gemms_s: float
     linear_s: float
     attention_s: float
+    reduce_s: float
     has_graph: bool
     is_on_cpu: bool
 
@@ -261,7 +283,7 @@ def _settle(
     """From a first guess: which steps are bound, the best fit to that, and again."""
     is_bound: list[list[bool]] = []
     for _ in range(_ROUNDS):
-        changed = [[_is_bound(step, chunk) for chunk in steps] for steps in chunks]
+        changed = [_bounds(step, steps) for steps in chunks]
         if changed == is_bound:
             break
         is_bound = changed
@@ -275,9 +297,7 @@ def _predict(
     """Seconds of the samples' prefills."""
     return np.array(
         [
-            step.request_s
-            + sample.num_tokens * step.prompt_token_s
-            + sum(max(_work_s(step, chunk), _floor_s(step, chunk)) for chunk in steps)
+            step.request_s + sample.num_tokens * step.prompt_token_s + _steps_s(step, steps)
             for sample, steps in zip(samples, chunks, strict=True)
         ]
     )
@@ -293,19 +313,34 @@ def _chunks(profile: Profile, sample: PrefillSample) -> Iterator[_Chunk]:
             gemms_s=float(parts.gemms_s[0]),
             linear_s=float(parts.linear_s[0]),
             attention_s=profile.shape.num_layers * attention.prefill_s(tokens, before),
+            reduce_s=float(parts.reduce_s[0]),
             has_graph=bool(profile.graph_sizes) and tokens <= profile.graph_sizes[-1],
             is_on_cpu=profile.num_sms == 1,
         )
         before += tokens
 
 
-def _is_bound(step: StepFit, chunk: _Chunk) -> bool:
-    return _work_s(step, chunk) < _floor_s(step, chunk)
+def _bounds(step: StepFit, chunks: Sequence[_Chunk]) -> list[bool]:
+    """Which steps count by their floor, as `CostModel.exec_s` has it."""
+    floors_s = sum(_floor_s(step, chunk) for chunk in chunks)
+    if _full_s(step, chunks) + _work_s(step, chunks[-1]) < floors_s:
+        return [True] * len(chunks)
+    return [*(_work_s(step, chunk) < _floor_s(step, chunk) for chunk in chunks[:-1]), False]
+
+
+def _steps_s(step: StepFit, chunks: Sequence[_Chunk]) -> float:
+    floors_s = sum(_floor_s(step, chunk) for chunk in chunks)
+    return max(_full_s(step, chunks) + _work_s(step, chunks[-1]), floors_s)
+
+
+def _full_s(step: StepFit, chunks: Sequence[_Chunk]) -> float:
+    """Of all but the last one."""
+    return sum(max(_work_s(step, chunk), _floor_s(step, chunk)) for chunk in chunks[:-1])
 
 
 def _work_s(step: StepFit, chunk: _Chunk) -> float:
     work_s = step.host_s + step.gemm_scale * chunk.gemms_s + step.linear_scale * chunk.linear_s
-    return work_s + step.attention_scale * chunk.attention_s
+    return work_s + step.attention_scale * chunk.attention_s + chunk.reduce_s
 
 
 def _floor_s(step: StepFit, chunk: _Chunk) -> float:
@@ -318,21 +353,24 @@ def _fit_bound(
     is_bound: Sequence[Sequence[bool]],
 ) -> StepFit:
     """The fit when it is known which steps are bound by their floor."""
-    rows = []
+    rows, known = [], []
     for sample, steps, bounds in zip(samples, chunks, is_bound, strict=True):
         row = np.zeros(8)
+        reduce_s = 0.0
         row[:2] = 1.0, sample.num_tokens
         for chunk, bound in zip(steps, bounds, strict=True):
             if bound:
                 row[7 if chunk.has_graph else 6] += 1.0
             else:
                 row[2:6] += chunk.is_on_cpu, chunk.gemms_s, chunk.attention_s, chunk.linear_s
+                reduce_s += chunk.reduce_s
         rows.append(row)
+        known.append(reduce_s)
     seconds = np.array([sample.seconds for sample in samples])
     prior = np.zeros((3, 8))
     prior[np.arange(3), (3, 4, 5)] = _SCALE_PRIOR * len(samples) ** 0.5
     terms = np.vstack([np.array(rows) / seconds[:, None], prior])
-    target = np.concatenate([np.ones(len(seconds)), prior.sum(axis=1)])
+    target = np.concatenate([1 - np.array(known) / seconds, prior.sum(axis=1)])
     found = nonnegative(terms, target)
     return StepFit(**dict(zip(_COLUMNS, found.tolist(), strict=True)))
 

@@ -6,11 +6,13 @@ fetching and recomputing, and by the simulator in place of engines. The paper: s
 
 A prompt is computed in steps of at most `chunk_tokens`, each of which costs
 
-    max(floor, host + products(n) + element-wise operators(n) + attention(n, c))
+    max(floor, host + products(n) + element-wise operators(n) + all-reduces(n) + attention(n, c))
 
-with n the tokens that the step computes and c those before them. All that depends on n alone is
-tabulated when the model is built; the attention of all full chunks is summed in closed form. So a
-call costs about a microsecond, however long the prompt.
+with n the tokens that the step computes and c those before them. The host launches a step while
+the device computes the one before it, so the last step's floor counts only if launching all of them
+takes longer than computing them. All that depends on n alone is tabulated when the model is built;
+the attention of all full chunks is summed in closed form. So a call costs about a microsecond,
+however long the prompt.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class CostModel:
         self._chunk = profile.chunk_tokens
         self._graph_tokens = profile.graph_sizes[-1] if profile.graph_sizes else 0
         self._request_s, self._prompt_token_s = step.request_s, step.prompt_token_s
-        self._long_floor_s, self._graph_floor_s = step.floor_s, step.graph_floor_s
+        self._long_floor_s, self._graph_floor_s = profile.floor_s(self.tp), step.graph_floor_s
         attention = profile.attention_fit(*profile.shape.heads(self.tp))
         scale = layers * step.attention_scale
         self._cached_pair_s = attention.cached_pair_s * scale
@@ -58,9 +60,8 @@ class CostModel:
         self._fixed_s = attention.fixed_s * scale
         tokens = np.arange(self._chunk + 1, dtype=np.int64)
         parts = step_parts(profile, self.tp, tokens)
-        self._dense: list[float] = (
-            step.host_s + step.gemm_scale * parts.gemms_s + step.linear_scale * parts.linear_s
-        ).tolist()
+        work = step.gemm_scale * parts.gemms_s + step.linear_scale * parts.linear_s
+        self._dense: list[float] = (step.host_s + work + parts.reduce_s).tolist()
         self._dense_array = np.array(self._dense)
         scale = layers * step.decode_scale
         rows = np.arange(_DECODE_ROWS + 1, dtype=np.int64)
@@ -70,6 +71,7 @@ class CostModel:
         self._decode: list[float] = (
             step.decode_host_s
             + step.decode_scale * (parts.gemms_s + parts.linear_s)
+            + parts.reduce_s
             + scale * attention.decode_fixed_s
             + rows * self._decode_request_s
         ).tolist()
@@ -95,13 +97,15 @@ class CostModel:
             return 0.0
         before = min(max(cached_tokens, 0), num_tokens - 1)
         last = num_tokens - before
-        seconds = 0.0
+        seconds = floor_s = 0.0
         if last > self._chunk:
             full = (last - 1) // self._chunk
             seconds = self._full_chunks_s(full, before)
+            floor_s = full * self._floor_s(self._chunk)
             before += full * self._chunk
             last -= full * self._chunk
-        seconds += self._chunk_s(last, before)
+        seconds += self._dense[last] + self._attention_s(last, before)
+        seconds = max(seconds, floor_s + self._floor_s(last))
         return self._factor * (seconds + self.request_s(num_tokens))
 
     def exec_many(self, num_tokens: int, cached_tokens: npt.ArrayLike) -> Floats:
@@ -115,13 +119,15 @@ class CostModel:
         start = before + full * chunk
         last = num_tokens - start
         floors = np.where(last <= self._graph_tokens, self._graph_floor_s, self._long_floor_s)
-        seconds = np.maximum(self._dense_array[last] + self._attention_s(last, start), floors)
+        floors = floors + full * self._floor_s(chunk)
+        seconds = self._dense_array[last] + self._attention_s(last, start)
         first = self._dense[chunk] + self._attention_s(chunk, before)
         if (full > 0).any() and first.min() < self._floor_s(chunk):
             costs = [self.exec_s(num_tokens, tokens) for tokens in cached.ravel().tolist()]
             return np.array(costs).reshape(cached.shape)
         growth = (chunk * self._cached_pair_s + self._read_s) * chunk
         seconds = seconds + full * first + growth * (full * (full - 1) // 2)
+        seconds = np.maximum(seconds, floors)
         total: Floats = self._factor * (seconds + self.request_s(num_tokens))
         return total
 

@@ -12,8 +12,10 @@ and, where another instance s holds more, y' of them, the fetched form
 whichever is less: what is fetched travels while p's queue is worked off. `wait` is what the links
 of both have under way, and steps of their engines: commands are served, and links looked after,
 between steps. p reserves, and s begins, after the rest of a step; s sees a step later that all is
-sent (a link that copies in s's own thread is done at once, but takes a turn for each portion). So a
-hot prefix finds a second home as soon as queueing costs more than fetching.
+sent (a link that copies in s's own thread is done at once, but takes a turn for each portion). What
+s has in DRAM it brings to HBM first. Last, `wait` has what fetches from s were late lately beyond
+all that (`fetch_times.py`). So a hot prefix finds a second home as soon as queueing costs more than
+fetching.
 
 An instance that generates adds to its steps, for all of its n requests:
 
@@ -65,10 +67,14 @@ class _Firsts(msgspec.Struct):
     """Requests that wait while the prompt is computed: its own, and those that generate there."""
     total_s: Seconds
     """For all of them."""
-    step_s: Seconds
-    """Of its engine, in which no command is served."""
+    decode_s: Seconds
+    """Of a step of those that generate there."""
+    is_last: Bools
+    """Its queue is one prompt, in its last step."""
     rest_s: Seconds
-    """Of the step that it is in, as far as one can tell."""
+    """Of the step that it is in, as far as one can tell: no command is served meanwhile."""
+    swap_s: Seconds | None
+    """Of bringing to HBM what is in DRAM alone; None: nothing is, anywhere."""
     fetch_s: Seconds
     fetched: Counts
     """Tokens that will be there after a fetch; 0: it does not pay."""
@@ -120,10 +126,16 @@ class CostPolicy:
     def _firsts(self, demand: Demand, loads: Loads) -> _Firsts:
         cached = demand.found()
         queue_s = loads.queue_s(demand.now)
-        exec_s = self._exec_s(demand, cached)
-        chunk_s = self._cost.exec_s(self._chunk_tokens)
+        swap_s = self._swap_s(demand) if demand.dram_tokens.any() else None
+        exec_s = self._exec_cached_s(demand.num_tokens, cached)
+        if swap_s is not None:
+            exec_s = np.minimum(exec_s + swap_s, self._exec_in_hbm_s(demand, cached))
+        chunk_s = self._chunk_s()
         num_decoding = loads.num_requests - loads.num_prefills
         decode_s = np.where(num_decoding > 0, loads.step_s, 0.0)
+        # Such a step ends with the queue; of others, half is left on average.
+        is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
+        rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
         count = len(cached)
         firsts = _Firsts(
             cached=cached,
@@ -131,30 +143,35 @@ class CostPolicy:
             exec_s=exec_s,
             num_waiting=num_decoding + 1,
             total_s=queue_s + exec_s * (num_decoding + 1),
-            step_s=np.minimum(queue_s, chunk_s) + decode_s,
-            rest_s=np.minimum(queue_s, chunk_s / 2) + decode_s / 2,
+            decode_s=decode_s,
+            is_last=is_last,
+            rest_s=rest_s + decode_s / 2,
+            swap_s=swap_s,
             fetch_s=np.zeros(count),
             fetched=np.zeros(count, np.int64),
             source=np.zeros(count, np.int64),
         )
         if demand.may_fetch:
-            usable = np.where(loads.is_ready, demand.reusable(), 0)
-            if demand.dram_tokens.any():  # what a source holds in DRAM it cannot send
-                usable = np.maximum(usable - demand.dram_tokens, 0)
-            for source in self._sources(usable, loads):
-                self._consider(firsts, source, int(usable[source]), demand, loads)
+            usable = np.where(loads.can_send, demand.reusable(), 0)
+            for source in self._sources(usable, demand, loads):
+                num_tokens, num_dram = int(usable[source]), int(demand.dram_tokens[source])
+                self._consider(firsts, source, num_tokens, num_dram, demand, loads)
+                if 0 < num_dram < num_tokens:
+                    self._consider(firsts, source, num_tokens - num_dram, 0, demand, loads)
         return firsts
 
-    def _exec_s(self, demand: Demand, cached: Counts) -> Seconds:
-        """exec(x, y); with KV in DRAM, swapping it in or computing it, whichever is less."""
-        exec_s = self._exec_cached_s(demand.num_tokens, cached)
-        for slot in demand.dram_tokens.nonzero()[0].tolist():
-            in_dram = int(demand.dram_tokens[slot])
-            swap_s = self._cost.swap_in_s(in_dram * self._token_bytes)
-            in_hbm = max(int(cached[slot]) - in_dram, 0)
-            computed_s = self._cost.exec_s(demand.num_tokens, in_hbm)
-            exec_s[slot] = min(exec_s[slot] + swap_s, computed_s)
-        return exec_s
+    def _chunk_s(self) -> float:
+        """The longest step of a prompt's."""
+        return self._cost.exec_s(self._chunk_tokens)
+
+    def _swap_s(self, demand: Demand) -> Seconds:
+        sizes = (demand.dram_tokens.astype(np.int64) * self._token_bytes).tolist()
+        return np.array([self._cost.swap_in_s(size_bytes) for size_bytes in sizes])
+
+    def _exec_in_hbm_s(self, demand: Demand, cached: Counts) -> Seconds:
+        """exec(x, y) of those who leave in DRAM what is there."""
+        in_hbm = np.maximum(cached - demand.dram_tokens, 0)
+        return self._exec_cached_s(demand.num_tokens, in_hbm)
 
     def _exec_cached_s(self, num_tokens: int, cached: Counts) -> Seconds:
         """As `CostModel.exec_many`; for few instances a dictionary is the faster way."""
@@ -169,31 +186,48 @@ class CostPolicy:
             costs.append(seconds)
         return np.array(costs)
 
-    def _sources(self, usable: Counts, loads: Loads) -> list[int]:
-        """Who holds most (of those, who sends least), and an idler one if that is busy."""
+    def _sources(self, usable: Counts, demand: Demand, loads: Loads) -> list[int]:
+        """Who holds most (of those, who has least to move before), and an idler one if that is
+        busy."""
         most = int(usable[usable.argmax()])
         if most == 0:
             return []
-        best = _argmin(np.where(usable == most, loads.sending_bytes, _MOST))
-        if not loads.sending_bytes[best]:
+        before = loads.sending_bytes
+        if demand.dram_tokens[usable == most].any():
+            before = before + demand.dram_tokens * np.int64(self._token_bytes)
+        best = _argmin(np.where(usable == most, before, _MOST))
+        if not before[best]:
             return [best]
-        idlest = np.where(2 * usable >= most, loads.sending_bytes, _MOST)
+        idlest = np.where(2 * usable >= most, before, _MOST)
         other = _argmin(idlest)
         return [best] if other == best else [best, other]
 
     def _consider(
-        self, firsts: _Firsts, source: int, num_tokens: int, demand: Demand, loads: Loads
+        self,
+        firsts: _Firsts,
+        source: int,
+        num_tokens: int,
+        num_dram: int,
+        demand: Demand,
+        loads: Loads,
     ) -> None:
         """Let those fetch from this source whom it makes faster. Mutates `firsts`."""
         missing = num_tokens - firsts.cached
         under_way = np.maximum(loads.sending_bytes[source], loads.receiving_bytes)
         size_bytes = np.maximum(missing, 0) * self._token_bytes + under_way
-        step_s = float(firsts.step_s[source])
+        step_s = float(firsts.decode_s[source])  # the next one, after the rest
+        if not firsts.is_last[source]:
+            step_s += min(float(firsts.queue_s[source]), self._chunk_s())
         fixed_s = _ROUND_TRIPS_S + float(firsts.rest_s[source]) + self._link.fixed_s
         fetch_s = fixed_s + firsts.rest_s + size_bytes / self._link.bytes_per_s
         if step_s:
             turns = size_bytes // _PORTION_BYTES if self._is_in_turn else 1
             fetch_s = fetch_s + turns * step_s
+        if firsts.swap_s is not None:  # both bring theirs first, between two steps
+            fetch_s = fetch_s + firsts.swap_s
+            fetch_s = fetch_s + (float(firsts.swap_s[source]) + step_s if num_dram else 0.0)
+        if late_s := loads.fetch_times.late_s(source, demand.now):
+            fetch_s = np.maximum(fetch_s + late_s, size_bytes / self._link.bytes_per_s)
         exec_s = self._cost.exec_s(demand.num_tokens, num_tokens)
         total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s * firsts.num_waiting
         pays = (missing > 0) & (total_s < firsts.total_s)
@@ -229,7 +263,8 @@ class CostPolicy:
     ) -> Placement:
         fetch = None
         if fetched := int(firsts.fetched[first]):
-            fetch = FetchChoice(loads.instances[int(firsts.source[first])], fetched)
+            source = loads.instances[int(firsts.source[first])]
+            fetch = FetchChoice(source, fetched, float(firsts.fetch_s[first]))
         return Placement(
             first=loads.instances[first],
             decode=None if decode is None else loads.instances[decode],
@@ -262,9 +297,12 @@ class CostPolicy:
             if decode is None:
                 terms["load_s"] = round(load_s.item(slot), 6)
             if fetched := firsts.fetched.item(slot):
-                terms["fetch_from"] = names[firsts.source.item(slot)]
+                source = firsts.source.item(slot)
+                terms["fetch_from"] = names[source]
                 terms["fetch_tokens"] = fetched
                 terms["fetch_s"] = round(firsts.fetch_s.item(slot), 6)
+                if late_s := loads.fetch_times.late_s(source, demand.now):
+                    terms["fetch_late_s"] = round(late_s, 6)  # in the fetch's seconds
             candidates.append(terms)
         generating = can.decode & ~can.whole
         for slot in _best(load_s, generating, decode) if generating.any() else ():

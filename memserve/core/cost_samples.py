@@ -9,9 +9,6 @@ import msgspec
 
 from memserve.core.profile import Gemm, ModelShape
 
-REDUCE = "reduce"
-"""The name of an all-reduce among the link samples."""
-
 
 class GemmSample(msgspec.Struct, frozen=True):
     """One product."""
@@ -44,11 +41,21 @@ class LinearSample(msgspec.Struct, frozen=True):
 
 
 class LinkSample(msgspec.Struct, frozen=True):
-    """`link`: a kind of link, or `REDUCE`; `size_bytes`: what is sent by one rank."""
+    """Moving `size_bytes` over a kind of link."""
 
     link: str
     size_bytes: int
     seconds: float
+
+
+class ReduceSample(msgspec.Struct, frozen=True):
+    """One all-reduce of a message over some ranks."""
+
+    ranks: int
+    size_bytes: int
+    seconds: float
+    launch_s: float
+    """What the host took to launch it."""
 
 
 class PrefillSample(msgspec.Struct, frozen=True):
@@ -57,6 +64,8 @@ class PrefillSample(msgspec.Struct, frozen=True):
     num_tokens: int
     cached_tokens: int
     seconds: float
+    host_s: float | None = None
+    """What a fixed piece of work took the host right before: tells a slow moment of it."""
 
 
 class DecodeSample(msgspec.Struct, frozen=True):
@@ -84,5 +93,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     attention: list[AttentionSample]
     elementwise: list[LinearSample]
     links: list[LinkSample]
+    reduces: list[ReduceSample] = []
+    """None where there is one device only."""
     prefills: list[PrefillSample]
     decodes: list[DecodeSample]

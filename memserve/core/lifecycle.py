@@ -1,7 +1,8 @@
 """The life of one request as a pure state machine: `step(event)` → actions.
 
 Collaborators: `scheduler.py` places the request, feeds it the workers' events and carries the
-actions out; `messages.py` has the commands and a picture of their order. The paper: section 5.
+actions out; `vocabulary.py` has the inputs and actions, `messages.py` the commands and a picture of
+their order; `kv_transfer.py` keeps the request's moves of KV. The paper: section 5.
 
 Phases of a request that prefills on P and decodes on D::
 
@@ -22,7 +23,8 @@ back what is held.
 Rules that every path obeys:
 - the client's stream ends exactly once: by a final delivery, by `Fail`, or by its own cancel;
 - a reservation ends by `Commit` after `Sent`, or by `Cancel` once the sender is known to be quiet:
-  it answered, it is dead, or it was never told to send;
+  it answered, it is dead, or it was never told to send (nobody else waits for that: a transfer
+  that is late or unwanted is abandoned, and only the request's end waits for its sender);
 - whoever knows the request (its tokens, its pins) is told to forget it before the end; the source
   of a fetch never knows it, only the one transfer;
 - events of other attempts, transfers or instances change nothing.
@@ -35,6 +37,7 @@ import enum
 import msgspec
 
 from memserve.core.delivery import Delivery
+from memserve.core.kv_transfer import Transfer, Transfers, TransferState
 from memserve.core.vocabulary import (
     Action,
     AnyInput,
@@ -57,14 +60,10 @@ from memserve.core.vocabulary import (
 )
 from memserve.messages import (
     Abort,
-    Allocate,
     Allocated,
-    Cancel,
-    Commit,
     Decode,
     Expired,
     Finished,
-    History,
     Inserted,
     InsertFailed,
     Prefill,
@@ -73,10 +72,9 @@ from memserve.messages import (
     Sent,
     Started,
     TokenOutput,
-    Transmit,
     TransmitFailed,
 )
-from memserve.types import Direction, InstanceId, TransferId
+from memserve.types import Direction, InstanceId
 
 
 class Phase(enum.Enum):
@@ -90,27 +88,6 @@ class Phase(enum.Enum):
     RETURN = "return"
     DRAIN = "drain"
     ENDED = "ended"
-
-
-class TransferState(enum.Enum):
-    """Of one direction."""
-
-    ASKED = "asked"
-    """`Allocate` is out; nobody may write."""
-    ORDERED = "ordered"
-    """`Transmit` is out; the sender may be writing."""
-    CANCELLING = "cancelling"
-    """The sender was told to stop, and has not answered."""
-    SENT = "sent"
-    """`Commit` is out."""
-
-
-class _Transfer(msgspec.Struct):
-    id: TransferId
-    direction: Direction
-    sender: Seat
-    receiver: Seat
-    state: TransferState = TransferState.ASKED
 
 
 _INSERTED = {
@@ -140,9 +117,7 @@ class RequestLifecycle:
         self._limits = limits
         self._known: dict[Seat, int] = {}
         """Who has to forget the request, and how many of its tokens they were told."""
-        self._is_decode_lost = False
-        """D went away during a fetch: the request is placed again after it."""
-        self._transfer: _Transfer | None = None
+        self._transfers = Transfers(spec)
         self._prompt_attempt: int | None = None
         """The attempt that speaks of the prompt to the client; a later one would repeat it, and
         take generated tokens for a part of the prompt."""
@@ -172,13 +147,12 @@ class RequestLifecycle:
         self.plan = plan
         self.attempt += 1
         self.is_prompt_computed = self.is_decode_cold = False
-        self._is_decode_lost = False
         return self._prefill(plan) if plan.fetch is None else self._fetch(plan, plan.fetch)
 
     def give_up(self, message: str) -> list[Action]:
         """No place was found. Only while UNPLACED."""
         assert self.phase is Phase.UNPLACED, self.phase
-        return [*self._fail(message), *self._end_if_quiet()]
+        return [*self._fail(message), *self._release_all(), *self._end_if_quiet()]
 
     def step(self, event: AnyInput) -> list[Action]:
         """Take one event; the actions are to be carried out in order.
@@ -195,18 +169,19 @@ class RequestLifecycle:
         """Raises: AssertionError if the state contradicts itself."""
         if self.phase is Phase.ENDED:
             assert self.is_client_done
-            assert not self._known and self._transfer is None
+            assert not self._known and self._transfers.are_over
         if self.phase in (Phase.RETURN, Phase.DRAIN):
             assert self.is_client_done
         if self.phase in (Phase.FETCH, Phase.PREFILL, Phase.HANDOFF, Phase.DECODE):
             assert self.plan is not None and not self.is_client_done
         if self.phase is Phase.FETCH:
-            assert self._transfer is not None and self._transfer.direction is Direction.FETCH
+            transfer = self._transfers.open
+            assert transfer is not None and transfer.direction is Direction.FETCH
         if self.phase in (Phase.HANDOFF, Phase.DECODE):
             assert self.plan is not None and self.plan.decode is not None
             assert self.plan.decode in self._known
         if self.phase is Phase.UNPLACED:
-            assert self._transfer is None and not self._known
+            assert self._transfers.open is None and not self._known
         assert len(self.generated) <= self.spec.max_tokens
 
     # ── events ────────────────────────────────────────────────────────────────────────────────
@@ -229,9 +204,12 @@ class RequestLifecycle:
                 return self._on_instance_lost(event.seat)
             case Started() | Finished() | Rejected():
                 return []
-        if self._transfer is None or event.transfer_id != self._transfer.id:
-            return []
-        return self._on_transfer_event(self._transfer, event)
+        transfer = self._transfers.open
+        if transfer is not None and event.transfer_id == transfer.id:
+            return self._on_transfer_event(transfer, event)
+        if isinstance(event, Sent | TransmitFailed):
+            return self._transfers.late_answer(event)
+        return []
 
     def _on_started(self, event: Started) -> list[Action]:
         plan = self._running_plan()
@@ -337,18 +315,16 @@ class RequestLifecycle:
 
     def _on_instance_lost(self, seat: Seat) -> list[Action]:
         plan = self.plan
-        source = plan.fetch.source if plan is not None and plan.fetch is not None else None
-        if plan is None or seat not in (plan.first, plan.decode, source):
-            return []
         self._known.pop(seat, None)
-        transfer_actions = self._on_transfer_end_lost(seat)
+        transfer_actions = self._transfers.lost(seat)
         if self.is_client_done:
-            return [*transfer_actions, *self._release_all()]
-        if self.phase is Phase.FETCH and seat != plan.first:
-            self._is_decode_lost |= seat == plan.decode
-            return [*transfer_actions, *(self._prefill(plan) if self._transfer is None else [])]
-        if seat not in (plan.first, plan.decode):  # all was fetched from it before
+            is_concerned = plan is not None and seat in (plan.first, plan.decode)
+            return [*transfer_actions, *(self._release_all() if is_concerned else [])]
+        if plan is None:
             return transfer_actions
+        if seat not in (plan.first, plan.decode):
+            is_awaited = self.phase is Phase.FETCH and self._transfers.open is None
+            return [*transfer_actions, *(self._prefill(plan) if is_awaited else [])]
         if seat == plan.first and self.phase is Phase.HANDOFF:
             assert plan.decode is not None
             return [*transfer_actions, *self._decode_cold(plan.decode)]
@@ -377,107 +353,83 @@ class RequestLifecycle:
         assert 0 < num_tokens <= self.num_tokens and not num_tokens % self._limits.block_size
         note = Note("fetching", source.instance, {"tokens": num_tokens})
         token_ids = self.token_ids[:num_tokens]
-        return [note, *self._ask(Direction.FETCH, source, plan.first, token_ids)]
+        ask = self._ask(Direction.FETCH, source, plan.first, token_ids, fetch.deadline_s)
+        return [note, *ask]
 
     def _ask(
-        self, direction: Direction, sender: Seat, receiver: Seat, token_ids: list[int]
+        self,
+        direction: Direction,
+        sender: Seat,
+        receiver: Seat,
+        token_ids: list[int],
+        deadline_s: float | None = None,
     ) -> list[Action]:
-        plan = self.plan
-        assert plan is not None and self._transfer is None
-        is_private = plan.decode_is_private if direction is Direction.FORWARD else False
-        transfer_id = TransferId(f"{self.spec.id}/{direction.value}/{self.attempt}")
-        self._transfer = _Transfer(transfer_id, direction, sender, receiver)
+        assert self.plan is not None
         known = min(self._known.get(receiver, 0), len(token_ids))
         self._known[receiver] = max(known, len(token_ids))
-        command = Allocate(
-            epoch=receiver.epoch,
-            transfer_id=transfer_id,
-            request_id=self.spec.id,
+        ask = self._transfers.ask(
+            direction,
+            sender,
+            receiver,
+            self.attempt,
             known_tokens=known,
-            token_ids=token_ids[known:],
-            namespace=self.spec.namespace,
-            is_private=is_private,
-            deadline_s=self._limits.reservation_s,
+            token_ids=token_ids,
+            is_private=direction is Direction.FORWARD and self.plan.decode_is_private,
+            deadline_s=self._limits.reservation_s if deadline_s is None else deadline_s,
         )
-        return [Send(receiver.instance, command)]
+        return [ask]
 
     def _on_transfer_event(
         self,
-        transfer: _Transfer,
+        transfer: Transfer,
         event: Allocated | Refused | Expired | Sent | TransmitFailed | Inserted | InsertFailed,
     ) -> list[Action]:
         state = transfer.state
         match event:
             case Allocated() if state is TransferState.ASKED:
-                return self._order(transfer, event)
+                return self._on_allocated(transfer, event)
             case Refused() if state is TransferState.ASKED:
-                self._transfer = None
+                self._transfers.close()
                 note = Note("refused", event.instance, {"reason": event.reason})
                 return [note, *self._without_transfer(transfer)]
-            case Sent() if state in (TransferState.ORDERED, TransferState.CANCELLING):
+            case Sent() if state is TransferState.ORDERED:
                 return self._on_sent(transfer, event)
-            case TransmitFailed() if state in (TransferState.ORDERED, TransferState.CANCELLING):
-                self._transfer = None
+            case TransmitFailed() if state is TransferState.ORDERED:
                 note = Note("transmit failed", event.instance, {"reason": event.reason})
-                cancel = self._cancel_at(transfer.receiver, transfer.id)
+                cancel = self._transfers.fail(transfer)
                 return [note, *cancel, *self._without_transfer(transfer)]
             case Inserted() if state is TransferState.SENT:
                 return self._on_inserted(transfer, event)
             case InsertFailed() if state is TransferState.SENT:
-                self._transfer = None
+                self._transfers.close()
                 note = Note("insert failed", event.instance, {"reason": event.reason})
                 return [note, *self._after_insert(transfer)]
             case Expired() if state is TransferState.ORDERED:
                 return self._on_expired(transfer)
         return []
 
-    def _order(self, transfer: _Transfer, event: Allocated) -> list[Action]:
+    def _on_allocated(self, transfer: Transfer, event: Allocated) -> list[Action]:
         detail: dict[str, str | int | float] = {
             "hit_blocks": event.hit_blocks,
             "blocks": len(event.block_ids),
         }
         note = Note("allocated", event.instance, detail)
-        history = None
-        if transfer.direction is Direction.FETCH:
-            if not event.block_ids:  # P holds all of it by now
-                return [note, *self._commit(transfer, 0)]
-            num_tokens = self._known[transfer.receiver]
-            history = History(self.spec.namespace, self.token_ids[:num_tokens])
-        transfer.state = TransferState.ORDERED
-        command = Transmit(
-            epoch=transfer.sender.epoch,
-            transfer_id=transfer.id,
-            request_id=self.spec.id,
-            peer=transfer.receiver.instance,
-            first_block=event.hit_blocks,
-            block_ids=event.block_ids,
-            history=history,
-        )
-        return [note, Send(transfer.sender.instance, command)]
+        if transfer.direction is Direction.FETCH and not event.block_ids:
+            return [note, *self._commit(transfer, 0)]  # P holds all of it by now
+        return [note, self._transfers.order(transfer, event)]
 
-    def _on_sent(self, transfer: _Transfer, event: Sent) -> list[Action]:
-        note = Note(
-            "sent",
-            event.instance,
-            {"blocks": event.num_blocks, "bytes": event.size_bytes, "seconds": event.seconds},
-        )
-        is_wanted = not self.is_client_done or self.phase is Phase.RETURN
-        if not is_wanted:
-            self._transfer = None
-            cancel = self._cancel_at(transfer.receiver, transfer.id)
-            return [note, *cancel, *self._without_transfer(transfer)]
+    def _on_sent(self, transfer: Transfer, event: Sent) -> list[Action]:
+        detail: dict[str, str | int | float] = {
+            "blocks": event.num_blocks,
+            "bytes": event.size_bytes,
+            "seconds": event.seconds,
+        }
+        note = Note("sent", event.instance, detail)
         return [note, *self._commit(transfer, event.size_bytes)]
 
-    def _commit(self, transfer: _Transfer, size_bytes: int) -> list[Action]:
+    def _commit(self, transfer: Transfer, size_bytes: int) -> list[Action]:
         """The KV is at the receiver; the request goes on there."""
-        transfer.state = TransferState.SENT
-        commit = Commit(
-            epoch=transfer.receiver.epoch,
-            transfer_id=transfer.id,
-            size_bytes=size_bytes,
-            pin=transfer.direction is not Direction.BACK,
-        )
-        send = Send(transfer.receiver.instance, commit)
+        send = self._transfers.commit(transfer, size_bytes)
         match transfer.direction:
             case Direction.FETCH:
                 assert self.plan is not None
@@ -487,21 +439,20 @@ class RequestLifecycle:
             case Direction.BACK:
                 return [send]
 
-    def _on_inserted(self, transfer: _Transfer, event: Inserted) -> list[Action]:
-        self._transfer = None
+    def _on_inserted(self, transfer: Transfer, event: Inserted) -> list[Action]:
+        self._transfers.close()
         note = Note(_INSERTED[transfer.direction], event.instance, {"tokens": event.num_tokens})
         learned = self._learned(transfer.receiver, min(event.num_tokens, self.num_tokens))
         return [note, *learned, *self._after_insert(transfer)]
 
-    def _on_expired(self, transfer: _Transfer) -> list[Action]:
+    def _on_expired(self, transfer: Transfer) -> list[Action]:
         """The receiver asks whether its reservation is still wanted."""
         note = Note("reservation expired", transfer.receiver.instance)
         if self.phase is Phase.PREFILL:  # the prompt is still being computed: it is
             return [note]
-        transfer.state = TransferState.CANCELLING
-        return [note, *self._cancel_at(transfer.sender, transfer.id)]
+        return [note, *self._transfers.give_up(), *self._without_transfer(transfer)]
 
-    def _without_transfer(self, transfer: _Transfer) -> list[Action]:
+    def _without_transfer(self, transfer: Transfer) -> list[Action]:
         """The transfer has ended without bringing anything."""
         if self.is_client_done:
             return self._release_all()
@@ -510,32 +461,13 @@ class RequestLifecycle:
             return self._prefill(self.plan)
         return self._decode_cold(transfer.receiver) if self.phase is Phase.HANDOFF else []
 
-    def _after_insert(self, transfer: _Transfer) -> list[Action]:
+    def _after_insert(self, transfer: Transfer) -> list[Action]:
         return self._release_all() if transfer.direction is Direction.BACK else []
-
-    def _on_transfer_end_lost(self, lost: Seat) -> list[Action]:
-        """One end of the open transfer died: nobody writes any more."""
-        transfer = self._transfer
-        if transfer is None or lost not in (transfer.sender, transfer.receiver):
-            return []
-        if transfer.state is TransferState.SENT and lost == transfer.sender:
-            return []  # the bytes are there; the receiver inserts them
-        self._transfer = None
-        if transfer.state is TransferState.SENT:
-            return []  # the sender has answered, and may itself be dead since
-        other = transfer.receiver if lost == transfer.sender else transfer.sender
-        return self._cancel_at(other, transfer.id)
-
-    def _cancel_at(self, seat: Seat, transfer_id: TransferId) -> list[Action]:
-        return [Send(seat.instance, Cancel(epoch=seat.epoch, transfer_id=transfer_id))]
 
     # ── prefill, decode, return, release ──────────────────────────────────────────────────────
 
     def _prefill(self, plan: Plan) -> list[Action]:
         """P computes what it does not hold of the prompt."""
-        if self._is_decode_lost:
-            assert plan.decode is not None
-            return self._place_again(plan.decode)
         self.phase = Phase.PREFILL
         token_ids = self.token_ids
         known = self._known.get(plan.first, 0)
@@ -558,7 +490,7 @@ class RequestLifecycle:
     def _hand_off(self, decode: Seat) -> list[Action]:
         """P has finished; D starts when the KV is there, or at once if it will not come."""
         self.phase = Phase.HANDOFF
-        return self._decode_cold(decode) if self._transfer is None else []
+        return self._decode_cold(decode) if self._transfers.open is None else []
 
     def _decode_cold(self, decode: Seat) -> list[Action]:
         """D computes the prompt itself; P's pin has no more use."""
@@ -591,7 +523,7 @@ class RequestLifecycle:
         assert self.plan is not None
         block_size = self._limits.block_size
         full_tokens = held_tokens // block_size * block_size
-        is_possible = self.plan.returns and first in self._known and self._transfer is None
+        is_possible = self.plan.returns and first in self._known and self._transfers.open is None
         if not is_possible or full_tokens <= self._known[first]:  # P computed those itself
             return self._release_all()
         self.phase = Phase.RETURN
@@ -604,20 +536,9 @@ class RequestLifecycle:
 
     def _release_all(self) -> list[Action]:
         """Everybody forgets the request; an open transfer ends as its state allows."""
-        if self.phase is not Phase.UNPLACED:
-            self.phase = Phase.DRAIN
-        actions: list[Action] = []
-        transfer = self._transfer
-        if transfer is not None and transfer.state is TransferState.ASKED:
-            self._transfer = None
-            actions += self._cancel_at(transfer.receiver, transfer.id)
-        elif transfer is not None and transfer.state is TransferState.ORDERED:
-            transfer.state = TransferState.CANCELLING
-            if transfer.direction is Direction.FETCH:  # its sender is told nothing below
-                actions += self._cancel_at(transfer.sender, transfer.id)
-        elif transfer is not None and transfer.state is TransferState.SENT:
-            self._transfer = None  # the receiver inserts, and history needs no owner
-        for seat in list(self._known):  # makes a sender answer its Transmit
+        self.phase = Phase.DRAIN
+        actions = self._transfers.give_up()
+        for seat in list(self._known):
             actions += self._release(seat)
         return actions
 
@@ -628,7 +549,7 @@ class RequestLifecycle:
         return [Fail(message)]
 
     def _end_if_quiet(self) -> list[Action]:
-        if not self.is_client_done or self._known or self._transfer is not None:
+        if not self.is_client_done or self._known or not self._transfers.are_over:
             return []
         self.phase = Phase.ENDED
         return [Ended()]

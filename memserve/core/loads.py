@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memserve.core.cost_model import CostModel
+from memserve.core.fetch_times import FetchTimes
 from memserve.types import InstanceId, Role
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -38,13 +39,21 @@ class Share(msgspec.Struct, frozen=True):
 class Loads:
     """Of all instances that there may be; those that are not ready count for nothing."""
 
-    def __init__(self, roles: Mapping[InstanceId, Role], cost: CostModel) -> None:
+    def __init__(
+        self,
+        roles: Mapping[InstanceId, Role],
+        cost: CostModel,
+        tp_of: Mapping[InstanceId, int] | None = None,
+    ) -> None:
+        """`tp_of`: whose steps are to be reckoned at a degree of their own."""
         self.instances = list(roles)
         self.slots = {instance: slot for slot, instance in enumerate(self.instances)}
         self.has_role: dict[Role, Bools] = {
             role: np.array([role is other for other in roles.values()], bool) for role in Role
         }
-        self._cost = cost
+        degrees = [(tp_of or {}).get(instance, cost.tp) for instance in self.instances]
+        costs = {tp: CostModel(cost.profile, tp) for tp in {*degrees} - {cost.tp}} | {cost.tp: cost}
+        self._costs = [costs[tp] for tp in degrees]
         count = len(self.instances)
         self.is_ready: Bools = np.zeros(count, bool)
         self.is_open: Bools = np.zeros(count, bool)
@@ -60,6 +69,9 @@ class Loads:
         """Of that: room that holds nothing."""
         self.sending_bytes: Counts = np.zeros(count, np.int64)
         self.receiving_bytes: Counts = np.zeros(count, np.int64)
+        self.num_silent: Counts = np.zeros(count, np.int64)
+        """Transfers that it was told to give up, and has not: it may hang."""
+        self.fetch_times = FetchTimes(count)
         self.step_s: Seconds = np.zeros(count)
         """Of a decode step with the requests that it has."""
         self.next_step_s: Seconds = np.zeros(count)
@@ -75,6 +87,7 @@ class Loads:
         """A new life: ready and open, with nothing to do."""
         slot = self.slots[instance]
         self.end(instance)
+        self.fetch_times.forget(slot)
         self.is_ready[slot] = self.is_open[slot] = True
 
     def end(self, instance: InstanceId) -> None:
@@ -119,8 +132,8 @@ class Loads:
 
     def _reckon_step(self, slot: int) -> None:
         count, tokens = int(self.num_requests[slot]), int(self.context_tokens[slot])
-        self.step_s[slot] = self._cost.decode_step_s(count, tokens)
-        self.next_step_s[slot] = self._cost.decode_step_s(count + 1, tokens)
+        self.step_s[slot] = self._costs[slot].decode_step_s(count, tokens)
+        self.next_step_s[slot] = self._costs[slot].decode_step_s(count + 1, tokens)
 
     def set_room(self, instance: InstanceId, free_tokens: int, empty_tokens: int) -> None:
         """What a heartbeat said of the pool."""
@@ -133,7 +146,17 @@ class Loads:
         self.sending_bytes[self.slots[source]] += size_bytes
         self.receiving_bytes[self.slots[target]] += size_bytes
 
+    def add_silent(self, source: InstanceId, count: int) -> None:
+        """It owes so many answers more (negative: it has given them, or is lost)."""
+        self.num_silent[self.slots[source]] += count
+
     # ── what is read ──────────────────────────────────────────────────────────────────────────
+
+    @property
+    def can_send(self) -> Bools:
+        """[instances] Whom to fetch from: those who answer. Being full is no reason against it."""
+        is_able: Bools = self.is_ready & (self.num_silent == 0)
+        return is_able
 
     def queue_s(self, now: float) -> Seconds:
         """[instances] Until the prompts placed there are computed. Does not mutate.
@@ -153,5 +176,6 @@ class Loads:
         for counts in (self.queued_tokens, self.context_tokens):
             assert (counts >= 0).all() and not counts[self.num_requests == 0].any()
         assert (self.sending_bytes >= 0).all() and (self.receiving_bytes >= 0).all()
+        assert (self.num_silent >= 0).all()
         assert self.sending_bytes.sum() == self.receiving_bytes.sum()
         assert not self._prefill_s[self.num_prefills == 0].any()

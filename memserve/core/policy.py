@@ -98,6 +98,8 @@ class FetchChoice(msgspec.Struct, frozen=True):
 
     source: InstanceId
     num_tokens: int
+    predicted_s: float | None = None
+    """Until it has come, if the policy can tell."""
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -113,9 +115,8 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def with_fetch(placement: Placement, demand: Demand, loads: Loads) -> Placement:
-    """The same, fetching all that another ready instance holds in HBM and the first one lacks."""
-    reusable = demand.reusable()
-    usable = np.where(loads.is_ready, np.maximum(reusable - demand.dram_tokens, 0), 0)
+    """The same, fetching all that another ready instance holds and the first one lacks."""
+    usable = np.where(loads.can_send, demand.reusable(), 0)
     source = int(usable.argmax())
     if usable[source] <= demand.found()[loads.slots[placement.first]]:
         return placement

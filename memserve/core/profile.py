@@ -22,6 +22,9 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 FORMAT = 1
 """Raised whenever the meaning of a field changes: older profiles are not read."""
 
+CALIBRATED = "calibrated"
+"""The source of a profile that was measured."""
+
 LM_HEAD = "lm_head"
 """The one GEMM that runs once per step, over the rows that are sampled from."""
 
@@ -210,13 +213,39 @@ class LinkFit(msgspec.Struct, frozen=True):
         return self.fixed_s + size_bytes / self.bytes_per_s
 
 
+class ReduceFit(msgspec.Struct, frozen=True):
+    """Seconds of one all-reduce over the ranks of an instance, by the size of the message.
+
+    `fixed_s + sent / bytes_per_s`, where of a message of s bytes each of n ranks sends 2·(n−1)/n·s,
+    times a correction: libraries choose other ways for other sizes.
+    """
+
+    fixed_s: float
+    bytes_per_s: float
+    launch_s: float = 0.0
+    """What launching one takes on the host, outside of graphs."""
+    correction: tuple[tuple[int, float], ...] = ()
+    """Bytes of the message, rising → measured over the formula."""
+    source: str = "not known"
+    """Where it comes from, for people."""
+
+    def seconds(self, ranks: int, size_bytes: Floats) -> Floats:
+        """Shape: that of `size_bytes`."""
+        seconds = self.fixed_s + 2 * (ranks - 1) / ranks * size_bytes / self.bytes_per_s
+        if self.correction:
+            known, ratios = np.array(self.correction).T
+            seconds = seconds * np.interp(np.log2(size_bytes), np.log2(known), ratios)
+        return seconds
+
+
 class StepFit(msgspec.Struct, frozen=True):
     """From operators to the engine's steps: `max(floor, host_s + Σ scale·operators)`.
 
     The floor is what launching the kernels takes, however little they do: lower where a step is
-    replayed as a CUDA graph. It goes with the layers, so more ranks do not lower it. A fit has
-    floors on a GPU, and `host_s` on a CPU, where launching is not beside computing. The scales say
-    how the operators, measured alone, run in the engine (fused by the compiler, under its clocks).
+    replayed as a CUDA graph. It goes with the layers, so more ranks do not lower it; their
+    all-reduces are launched too (`Profile.floor_s`). A fit has floors on a GPU, and `host_s` on a
+    CPU, where launching is not beside computing. The scales say how the operators, measured alone,
+    run in the engine (fused by the compiler, under its clocks); all-reduces are taken as measured.
     """
 
     request_s: float = 0.0
@@ -258,14 +287,23 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     gemms: tuple[GemmFit, ...]
     attention: tuple[AttentionFit, ...]
     elementwise: dict[str, LinearFit]
-    reduce: LinkFit
-    """All-reduce over the ranks of an instance, by the bytes that each rank sends (of a message of
-    s bytes: 2·(tp−1)/tp·s)."""
+    reduce: ReduceFit
     step: StepFit = StepFit()
     links: dict[str, LinkFit]
     """Kind of link → its fit. `dram`: between host memory and HBM."""
     error: float | None = None
     """Mean absolute relative error over the prefills that it was calibrated with."""
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self.source == CALIBRATED
+
+    def describe(self) -> str:
+        """Where it comes from and what it is of, in a line."""
+        if not self.is_calibrated:
+            return self.source
+        what = (self.model, self.device, self.dtype, self.engine)
+        return f"{self.source} at {self.created or 'an unknown time'} for {', '.join(what)}"
 
     def gemm_fit(self, gemm: Gemm) -> GemmFit:
         """The fit of this very shard, else the nearest one of that name, resized."""
@@ -280,13 +318,23 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         nearest = min(self.attention, key=lambda fit: abs(np.log(fit.num_heads / num_heads)))
         return nearest.resized(num_heads, num_kv_heads)
 
+    def floor_s(self, tp: int) -> float:
+        """What launching a step takes on `tp` ranks, outside of graphs. 0 where nothing is known
+        of it: on a CPU."""
+        if not self.step.floor_s:
+            return 0.0
+        more = (tp > 1) - (self.tp > 1)
+        return self.step.floor_s + more * 2 * self.shape.num_layers * self.reduce.launch_s
+
 
 class StepParts(msgspec.Struct, frozen=True):
     """A step's operators but attention, summed over the layers, unscaled. One shape for both."""
 
     gemms_s: Floats
     linear_s: Floats
-    """Element-wise operators and, over several ranks, all-reduces."""
+    """Element-wise operators."""
+    reduce_s: Floats
+    """All-reduces, over several ranks."""
 
 
 def step_parts(profile: Profile, tp: int, tokens: Tokens, sampled: int | Tokens = 1) -> StepParts:
@@ -305,11 +353,11 @@ def step_parts(profile: Profile, tp: int, tokens: Tokens, sampled: int | Tokens 
     for name, width in shape.elementwise(tp).items():
         fit = profile.elementwise[name]
         linear += shape.num_layers * (fit.fixed_s + fit.element_s * width * tokens)
+    reduce = np.zeros(tokens.shape)
     if tp > 1:
-        sent = 2 * (tp - 1) / tp * tokens * shape.hidden * shape.dtype_bytes
-        reduce = profile.reduce.fixed_s + sent / profile.reduce.bytes_per_s
-        linear += 2 * shape.num_layers * reduce
-    return StepParts(gemms, linear)
+        size_bytes = np.maximum(tokens, 1.0) * shape.hidden * shape.dtype_bytes
+        reduce += 2 * shape.num_layers * profile.reduce.seconds(tp, size_bytes)
+    return StepParts(gemms, linear, reduce)
 
 
 def _padded(tokens: Tokens, graph_sizes: tuple[int, ...]) -> Tokens:

@@ -74,12 +74,13 @@ class Timeline:
             self.note("first token", now, instance)
         self._generated_tokens += count
 
-    def end(self, state: str, now: float) -> None:
+    def end(self, state: str, now: float, error: str | None = None) -> None:
         """The client's stream has ended: finished, cancelled or failed. The first end counts."""
         if self.is_over:
             return
         self._state = state
-        self.note(state, now, None, {"generated_tokens": self._generated_tokens})
+        reason = {} if error is None else {"error": error}
+        self.note(state, now, None, {"generated_tokens": self._generated_tokens, **reason})
 
     def snapshot(self) -> RequestTimeline:
         """The timeline so far (later lines do not show in it)."""

@@ -45,6 +45,8 @@ class Fetch(msgspec.Struct, frozen=True):
     source: Seat
     num_tokens: int
     """Full blocks."""
+    deadline_s: float
+    """What has not come so long after P's reservation is computed instead."""
 
 
 class Plan(msgspec.Struct, frozen=True):

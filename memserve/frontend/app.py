@@ -9,6 +9,10 @@ The life of a streamed call::
     handler ── Api.chat ──▶ events ──▶ EventWriter ──▶ socket     one write per engine step
        └─ finally: CallIndex.end ──▶ scheduler.cancel             also when the client left
 
+Its headers go out with the first event, which comes with the first token: a request that waits for
+a place in vain, or fails before that, has a status of its own (429, 503, …) like one that is not
+streamed. What fails later ends the stream with an event that is the error.
+
 A client that disconnects cancels its handler (`make_runner`), which ends its call at once.
 """
 
@@ -220,29 +224,41 @@ class _Routes:
 
 
 async def _stream(request: web.Request, events: Events, call: Call) -> web.StreamResponse:
-    """Send the events as they come. A stream that fails says so, and ends like every other."""
+    """Send the events as they come. A stream that fails says so, and ends like every other.
+
+    Raises: ApiError, and what breaks the stream, if that happens before its first event.
+    """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     )
     writer = EventWriter(request, response)
-    call.before_wait = writer.flush
     try:
+        first = await anext(events, "")
+        if call.failure is not None:
+            raise ApiError.of(call.failure)
         await response.prepare(request)
-        try:
-            async for event in events:
-                if call.failure is not None and event != _DONE:
-                    event = ApiError.of(call.failure).event()
-                writer.add(event)
-        except Exception:
-            logger.exception("call %s: the stream broke", call.id)
-            writer.add(ApiError(500, "internal error; the server's log says more").event())
-            writer.add(_DONE)
+        call.before_wait = writer.flush
+        writer.add(first)
+        await _pass_on(events, call, writer)
         await writer.close()
     except (ConnectionError, TimeoutError):
         logger.debug("call %s: the client has gone", call.id)
     finally:
         await events.aclose()
     return response
+
+
+async def _pass_on(events: Events, call: Call, writer: EventWriter) -> None:
+    """What comes after the first event, to the end."""
+    try:
+        async for event in events:
+            if call.failure is not None and event != _DONE:
+                event = ApiError.of(call.failure).event()
+            writer.add(event)
+    except Exception:
+        logger.exception("call %s: the stream broke", call.id)
+        writer.add(ApiError(500, "internal error; the server's log says more").event())
+        writer.add(_DONE)
 
 
 async def _read_json(request: web.Request) -> object:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -26,10 +27,13 @@ from memserve.core.cost_samples import (
     LinearSample,
     LinkSample,
     PrefillSample,
+    ReduceSample,
     Samples,
 )
 from memserve.core.profile import Gemm, ModelShape
-from memserve.errors import MemServeError
+from memserve.errors import MemServeError, StartError
+from memserve.workers.all_reduce import measure_reduces
+from memserve.workers.cores import fastest_cores
 from memserve.workers.environment import set_engine_environment
 from memserve.workers.spec import CalibrationJob
 
@@ -55,10 +59,13 @@ _NEARLY_ALL = 20
 """Tokens left to compute where nearly the whole prompt is cached."""
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 _DECODE_STEPS = 24
-ROUNDS = 5
+ROUNDS = 8
 """Of prefills: all points in turn, so that a slow minute of the host falls on no point alone."""
+_ROUNDS_ON_CPU = 4
+"""There one takes ten seconds and more."""
 _SHORT_TOKENS = 2048
-"""Longer computations are bound by the device, which is steadier: every other round will do."""
+"""Longer computations are bound by the device, which is steadier: every third round will do."""
+_FIRST_LONG, _EVERY_LONG = 1, 3
 
 
 def calibrate(job: CalibrationJob, report: Report) -> Samples:
@@ -76,14 +83,22 @@ def measure(probe: EngineProbe, job: CalibrationJob, report: Report) -> Samples:
     """The same with a probe, which is started after the operators unless it was before; leaves it
     running."""
     samples = measure_operators(probe, job, report)
+    if job.reduce_ranks:
+        reduces = measured_reduces(job.reduce_ranks, report)
+        samples = msgspec.structs.replace(samples, reduces=reduces)
     report("starting the engine")
     probe.start()
+    if probe.is_on_gpu:  # on a CPU all cores compute
+        probe.pin(fastest_cores(1))
+    report("warming up")
+    probe.warm_up()
     points = prefill_points(probe.longest)
     rounds = []
-    for index in range(ROUNDS + 1):
-        report(f"{len(points)} prefills, round {index} of {ROUNDS}")
+    count = ROUNDS if probe.is_on_gpu else _ROUNDS_ON_CPU
+    for index in range(count):
+        report(f"{len(points)} prefills, round {index + 1} of {count}")
         rounds.append(prefill_round(probe, points, index))
-    return with_steps(samples, probe, medians(by_point(rounds)), report)
+    return with_steps(samples, probe, undisturbed(by_point(rounds)), report)
 
 
 def with_steps(
@@ -210,6 +225,16 @@ def _measure_elementwise(
     return samples
 
 
+def measured_reduces(ranks: int, report: Report) -> list[ReduceSample]:
+    """All-reduces over that many GPUs; none where they fail: the model is good without them."""
+    report(f"all-reduces over {ranks} GPUs")
+    try:
+        return measure_reduces("cuda", ranks)
+    except StartError as error:
+        report(f"not measured, what is built in stays: {error}")
+        return []
+
+
 # ── the engine ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -223,29 +248,29 @@ def prefill_points(longest: int) -> list[tuple[int, int]]:
 def prefill_round(
     probe: EngineProbe, points: Sequence[tuple[int, int]], index: int
 ) -> list[PrefillSample | None]:
-    """One prefill at each point that is due: the short ones always, the others in odd rounds.
-
-    Round 0 warms up: it is not for measuring.
-    """
-    return [
-        probe.prefill(num_tokens, cached_tokens)
-        if index % 2 or num_tokens - cached_tokens <= _SHORT_TOKENS
-        else None
-        for num_tokens, cached_tokens in points
-    ]
+    """One prefill at each point that is due, in an order of the round's own: the short ones always,
+    the others in some rounds. Where it was not due it is None."""
+    is_long_due = index % _EVERY_LONG == _FIRST_LONG
+    found: list[PrefillSample | None] = [None] * len(points)
+    order = list(range(len(points)))
+    random.Random(index).shuffle(order)
+    for place in order:
+        num_tokens, cached_tokens = points[place]
+        if is_long_due or num_tokens - cached_tokens <= _SHORT_TOKENS:
+            found[place] = probe.prefill(num_tokens, cached_tokens)
+    return found
 
 
 def by_point(rounds: Sequence[Sequence[PrefillSample | None]]) -> list[list[PrefillSample]]:
-    """What the rounds after the first found at each point."""
+    """What the rounds found at each point."""
     return [
-        [sample for sample in found if sample is not None]
-        for found in zip(*rounds[1:], strict=True)
+        [sample for sample in found if sample is not None] for found in zip(*rounds, strict=True)
     ]
 
 
-def medians(found: Iterable[Sequence[PrefillSample]]) -> list[PrefillSample]:
-    """The prefill in the middle, of each point."""
-    return [sorted(one, key=lambda sample: sample.seconds)[len(one) // 2] for one in found]
+def undisturbed(found: Iterable[Sequence[PrefillSample]]) -> list[PrefillSample]:
+    """The prefill at the lower quartile, of each point: a disturbed one only takes longer."""
+    return [sorted(one, key=lambda sample: sample.seconds)[len(one) // 4] for one in found]
 
 
 def measure_decodes(probe: EngineProbe, report: Report) -> list[DecodeSample]:

@@ -4,8 +4,8 @@ Collaborators: `main.py` builds the engine here; `engine_loop.py` steps it throu
 `connector.py` is built by vLLM itself, and finds its host in the configuration made here.
 
 The engine is an unmodified vLLM wheel. What this module reaches into: the constructor and `step_fn`
-of `EngineCore`, the scheduler's queues, the list of KV layouts that the CPU backend admits to, and
-the one call that allocates the KV cache. Inside the block pool: `engine_pool.py`.
+of `EngineCore`, the scheduler's queues, and the list of KV layouts that the CPU backend admits to.
+Inside the block pool: `engine_pool.py`; the one call that allocates the KV cache: `kv_layout.py`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 import vllm
 from torch.distributed import distributed_c10d
-from torch.overrides import TorchFunctionMode
 from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -38,8 +37,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from memserve.errors import ConfigError, RequestError, StartError
-from memserve.types import Geometry, Lora, Namespace
+from memserve.types import Lora, Namespace
 from memserve.workers.engine_pool import resume_hashing
+from memserve.workers.environment import without_multicast
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
@@ -94,6 +94,7 @@ def make_config(
     """
     check_version()
     _check_arguments(engine)
+    engine = without_multicast(engine, tp)
     if current_platform.is_cpu() and layout != "layer_first":
         _allow_block_first_on_cpu()
     wanted = _LAYER_FIRST if layout == "layer_first" else _BLOCK_FIRST
@@ -114,7 +115,8 @@ def make_config(
         distributed_executor_backend="mp" if tp > 1 else None,
         **engine,
     )
-    config = arguments.create_engine_config()
+    # Without a context vLLM takes its smallest limits instead of those of `vllm serve`.
+    config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     if tp > 1:  # the CPU platform has asked for spawning: slow, and without the host
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return config
@@ -176,34 +178,6 @@ def check_kv_groups(config: KVCacheConfig) -> None:
         raise StartError(f"the model's KV cache is a {name}; supported: full attention")
 
 
-class _KvCachePlacement(TorchFunctionMode):
-    """Inside it, the KV cache's `torch.zeros` gets its memory from `make`."""
-
-    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        is_raw = kwargs.get("dtype") is torch.int8 and len(args) == 1
-        if func is torch.zeros and is_raw and isinstance(args[0], int):
-            return self._make(args[0])
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def place_kv_cache(make: Callable[[int], torch.Tensor]) -> Iterator[None]:
-    """Take the KV cache's memory from `make(size_bytes)`, which returns a zeroed int8 tensor."""
-    with _KvCachePlacement(make):
-        yield
-
-
 @contextmanager
 def _one_gloo_device() -> Iterator[None]:
     """Let all of torch's process groups that are made inside it share one device.
@@ -230,46 +204,6 @@ def _one_gloo_device() -> Iterator[None]:
         yield
     finally:
         distributed_c10d.ProcessGroupGloo = original
-
-
-def geometry_of(model: str, block_size: int, kv_caches: Mapping[str, torch.Tensor]) -> Geometry:
-    """How the registered KV cache lies in its one buffer.
-
-    Shapes: per layer `[num_blocks, num_heads, block_size, content]`, with K and V in `content`.
-
-    Raises: StartError if the pages differ, overlap or have holes.
-    """
-    layers = list(kv_caches.values())
-    first = layers[0]
-    page = first[0]
-    page_bytes = page.numel() * page.element_size()
-    for name, layer in kv_caches.items():
-        is_alike = layer.shape == first.shape and layer.stride() == first.stride()
-        if not is_alike or layer.dtype is not first.dtype:
-            raise StartError(f"the KV cache of layer {name} lies unlike the first layer's")
-        if layer.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            raise StartError(f"the KV cache of layer {name} is in a buffer of its own")
-    span = 1 + sum((size - 1) * step for size, step in zip(page.shape, page.stride(), strict=True))
-    if span != page.numel():
-        raise StartError("the KV of a block and layer is not contiguous in this layout")
-    base = first.untyped_storage().data_ptr()
-    return Geometry(
-        model=model,
-        dtype=str(first.dtype).removeprefix("torch."),
-        block_size=block_size,
-        num_blocks=first.shape[0],
-        num_kv_heads=first.shape[1],
-        page_bytes=page_bytes,
-        block_stride=first.stride(0) * first.element_size(),
-        layer_offsets=tuple(layer.data_ptr() - base for layer in layers),
-        page_order=_page_order(page),
-    )
-
-
-def _page_order(page: torch.Tensor) -> str:
-    """Shape `[num_heads, block_size, content]`; with one head both orders are the same bytes."""
-    heads, tokens = page.stride(0), page.stride(1)
-    return "NHC" if page.shape[0] > 1 and heads < tokens else "HNC"
 
 
 # ── the engine ────────────────────────────────────────────────────────────────────────────────

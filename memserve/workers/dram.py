@@ -9,17 +9,19 @@ A slot holds one block with all its pages together, whatever the engine's layout
 A copy goes by the name of its owner, and ends exactly once, in a `CopyEnd` that `poll` returns;
 from then on it touches neither blocks nor slots. On a GPU, copies run on two streams of their own,
 one for each direction of the host link, behind what the engine had queued; on the CPU they run
-inside `poll`, a bounded number of bytes at a time.
+inside `poll`, a bounded number of bytes at a time. Only `save` needs no `poll`: it is for blocks
+about to be overwritten, and on a GPU has a third stream, which the engine's next work waits for.
 
 What the slots hold, and who keeps the blocks in place during a copy, is `swapping.py`'s matter.
-Collaborators: `hostmemory.py` has the memory, `ops/blocks.py` copies.
+Collaborators: `hostmemory.py` has the memory, `ops/blocks.py` copies, in the order of the queues
+of `copy_queue.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -27,6 +29,7 @@ import torch
 from memserve.errors import OutOfBlocksError, StartError, TransferError
 from memserve.ops.views import BlockView, Rows
 from memserve.types import BlockId, SlotId
+from memserve.workers.copy_queue import CopyQueue, make_queue
 
 if TYPE_CHECKING:
     from memserve.ops.blocks import BlockOps
@@ -35,9 +38,12 @@ if TYPE_CHECKING:
 
 HOST_POLL_BYTES = 16 << 20
 """Copied by one `poll` on the CPU: 3 ms, where a decode step takes ten times as long."""
-CUDA_POLL_BYTES = 256 << 20
-"""In flight on a GPU's stream: 5 ms of the host link, about a decode step. It takes 1% of HBM's
-bandwidth meanwhile, and a few multiprocessors at most."""
+CUDA_POLL_BYTES = 512 << 20
+"""In flight on a GPU's stream at least: 10 ms of the host link, about two decode steps. It takes 1%
+of HBM's bandwidth meanwhile, and a few multiprocessors at most."""
+CUDA_BYTES_PER_S = 150e9
+"""In flight for each second between two polls. What begins at a poll starts when the step that runs
+then has ended, and has to last until the step after it has: two and a half times the host link."""
 HOST_PIECE_BYTES = 4 << 20
 CUDA_PIECE_BYTES = 32 << 20
 """By one call: each costs the host tens of microseconds."""
@@ -50,67 +56,6 @@ class CopyEnd(msgspec.Struct, frozen=True):
     size_bytes: int
     seconds: float
     error: str | None = None
-
-
-class CopyQueue(Protocol):
-    """Where the copies of one direction run, in order."""
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """None on the CPU."""
-        ...
-
-    def follow_engine(self) -> None:
-        """Let what comes next run behind all that the engine has queued so far."""
-        ...
-
-    def mark(self) -> Callable[[], bool]:
-        """A question to ask later: whether all that was queued until now is done."""
-        ...
-
-    def wait(self) -> None:
-        """Return when everything is done."""
-        ...
-
-
-class HostQueue:
-    """On the CPU a copy is done when its call returns."""
-
-    stream = None
-
-    def follow_engine(self) -> None:
-        pass
-
-    def mark(self) -> Callable[[], bool]:
-        return lambda: True
-
-    def wait(self) -> None:
-        pass
-
-
-class CudaQueue:
-    """A stream of its own on the engine's GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.stream = torch.cuda.Stream(device)
-
-    def follow_engine(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def mark(self) -> Callable[[], bool]:
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        is_done: Callable[[], bool] = event.query
-        return is_done
-
-    def wait(self) -> None:
-        self.stream.synchronize()
-
-
-def make_queue(device: torch.device) -> CopyQueue:
-    """A queue for one direction between host memory and this device."""
-    return CudaQueue(device) if device.type == "cuda" else HostQueue()
 
 
 class _Copy(msgspec.Struct):
@@ -159,13 +104,15 @@ class DramTier:
         clock: Callable[[], float],
         *,
         poll_bytes: int | None = None,
+        bytes_per_s: float | None = None,
         piece_bytes: int | None = None,
         make_queue: Callable[[torch.device], CopyQueue] = make_queue,
     ) -> None:
         """As many slots as fit into `memory`, which is taken over; the blocks lie in `hbm`.
 
-        `poll_bytes`: copied by one `poll` at most, and on a GPU in flight each way; `piece_bytes`:
-        by one call of `ops`. At least one block is copied, whatever these are.
+        `poll_bytes`: copied by one `poll`, and on a GPU in flight each way, or as much as
+        `bytes_per_s` makes of the time since the poll before; `piece_bytes`: by one call of `ops`.
+        At least one block is copied, whatever these are.
         Raises: StartError if not even one block fits.
         """
         num_slots = memory.size_bytes // geometry.block_bytes
@@ -181,10 +128,15 @@ class DramTier:
         self.slot_bytes = geometry.block_bytes
         self._blocks, self._slots = _views(geometry, hbm, memory.tensor, num_slots)
         self._poll_bytes = poll_bytes or (CUDA_POLL_BYTES if hbm.is_cuda else HOST_POLL_BYTES)
+        if bytes_per_s is None:
+            bytes_per_s = CUDA_BYTES_PER_S if hbm.is_cuda else 0.0
+        self._bytes_per_s = bytes_per_s
+        self._polled_at = clock()
         piece_bytes = piece_bytes or (CUDA_PIECE_BYTES if hbm.is_cuda else HOST_PIECE_BYTES)
         self._piece_blocks = max(1, piece_bytes // geometry.block_bytes)
         self._in = _Lane(make_queue(hbm.device))
         self._out = _Lane(make_queue(hbm.device))
+        self._urgent = make_queue(hbm.device)
         self._owners: dict[str, _Copy] = {}
         self._free = [SlotId(slot) for slot in reversed(range(num_slots))]
         self._held: set[SlotId] = set()
@@ -201,11 +153,7 @@ class DramTier:
         Raises: OutOfBlocksError; ValueError if the owner has a copy already.
         """
         self._require_new(owner)
-        if len(block_ids) > len(self._free):
-            raise OutOfBlocksError(
-                f"{len(block_ids)} DRAM slots asked for, {len(self._free)} of {self.num_slots} free"
-            )
-        slot_ids = [self._free.pop() for _ in block_ids]
+        slot_ids = self._take_slots(len(block_ids))
         self._written.update(slot_ids)
         copy = _Copy(
             owner,
@@ -240,6 +188,28 @@ class DramTier:
         )
         self._begin(self._in, copy)
 
+    def save(self, block_ids: Sequence[BlockId], *, for_engine: bool) -> list[SlotId]:
+        """Copy blocks that somebody is about to write into free slots, which are held at once.
+
+        `for_engine`: the engine writes them, by work that it queues from now on, and that waits for
+        the copy. Else this call does. Raises: OutOfBlocksError, TransferError (nothing is held).
+        """
+        slot_ids = self._take_slots(len(block_ids))
+        self._urgent.follow_engine()
+        try:
+            self._ops.swap_blocks(
+                self._blocks, self._slots, block_ids, slot_ids, stream=self._urgent.stream
+            )
+        except TransferError:
+            self._free += slot_ids
+            raise
+        if for_engine:
+            self._urgent.hold_engine()
+        else:
+            self._urgent.wait()
+        self._held.update(slot_ids)
+        return slot_ids
+
     def cancel(self, owner: str) -> None:
         """End the owner's copy soon, with an error; its `CopyEnd` says when. Unknown: ignored."""
         if (copy := self._owners.get(owner)) is not None and copy.error is None:
@@ -247,10 +217,15 @@ class DramTier:
 
     def poll(self) -> list[CopyEnd]:
         """Let the copies go on for a bounded time; those that have ended since the last call."""
-        budget = self._poll_bytes
+        now = self._clock()
+        limit = max(self._poll_bytes, int((now - self._polled_at) * self._bytes_per_s))
+        self._polled_at = now
+        budget = limit
         ended: list[CopyEnd] = []
         for lane in (self._in, self._out):
-            budget = self._advance(lane, budget)
+            if lane.queue.stream is not None:
+                budget = limit  # the host link has both directions for itself
+            budget = self._advance(lane, budget, limit)
             ended += self._take_ended(lane)
         return ended
 
@@ -310,6 +285,7 @@ class DramTier:
             lane.queue.wait()
             lane.copies.clear()
             lane.pieces.clear()
+        self._urgent.wait()
         self._owners.clear()
         self._memory.close()
 
@@ -319,15 +295,22 @@ class DramTier:
         if owner in self._owners:
             raise ValueError(f"{owner} has a copy under way")
 
+    def _take_slots(self, count: int) -> list[SlotId]:
+        if count > len(self._free):
+            raise OutOfBlocksError(
+                f"{count} DRAM slots asked for, {len(self._free)} of {self.num_slots} free"
+            )
+        return [self._free.pop() for _ in range(count)]
+
     def _begin(self, lane: _Lane, copy: _Copy) -> None:
         self._owners[copy.owner] = copy
         lane.copies.append(copy)
 
-    def _advance(self, lane: _Lane, budget: int) -> int:
+    def _advance(self, lane: _Lane, budget: int, limit: int) -> int:
         """Begin pieces, in order, while there is room for them; returns what is left of it."""
         self._land(lane)
         for copy in lane.copies:
-            while copy.has_more and budget > 0 and lane.flying_bytes < self._poll_bytes:
+            while copy.has_more and budget > 0 and lane.flying_bytes < limit:
                 budget -= self._start_piece(lane, copy)
                 self._land(lane)
         return budget

@@ -112,6 +112,9 @@ class EngineLoop:
         """Ended in the present step, or by the present command; `Finished` is still to be said."""
         self._hit_tokens = 0
         self._query_tokens = 0
+        self._num_steps = 0
+        self._step_s = 0.0
+        self._turn_s = 0.0
         self._next_heartbeat = 0.0
         self._is_starved = False
         self._is_stopping = False
@@ -122,15 +125,18 @@ class EngineLoop:
         """Until `Stop`, or `stop`. Raises: what breaks the engine; the process must end then."""
         while not self._is_stopping:
             self._channel.wait(self._patience_s())
+            began = self._clock()
             self._serve()
             self._transfers.poll()
             self._transfers.expire()
             self._swaps.poll()
-            falls_idle = False
-            if self._engine.is_busy:
+            was_busy = self._engine.is_busy
+            if was_busy:
                 self._step()
-                falls_idle = not self._engine.is_busy
             self._reports.flush()
+            if was_busy:
+                self._turn_s += self._clock() - began
+            falls_idle = was_busy and not self._engine.is_busy
             if falls_idle or self._clock() >= self._next_heartbeat:
                 self._beat()
 
@@ -160,7 +166,10 @@ class EngineLoop:
                 )
 
     def _step(self) -> None:
+        began = self._clock()
         outputs, has_run = self._engine.step()
+        self._step_s += self._clock() - began
+        self._num_steps += has_run
         if outputs is not None and outputs.outputs:
             self._send_tokens(outputs)
         self._report_ended()
@@ -498,6 +507,9 @@ class EngineLoop:
             dram_used_blocks=swaps.used_slots,
             swapped_out_blocks=swaps.swapped_out,
             swapped_in_blocks=swaps.swapped_in,
+            steps=self._num_steps,
+            step_s=self._step_s,
+            turn_s=self._turn_s,
         )
 
 

@@ -274,7 +274,7 @@ def observe_pool(pool: BlockPool, observer: PoolObserver) -> None:
 
     def get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
         blocks: list[KVCacheBlock] = take(num_blocks)
-        observer.on_evicted([BlockId(block.block_id) for block in blocks])
+        observer.on_taken([BlockId(block.block_id) for block in blocks])
         return blocks
 
     def cache_full_blocks(

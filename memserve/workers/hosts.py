@@ -30,7 +30,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 
 from memserve.errors import StartError
 from memserve.types import Geometry, InstanceId
-from memserve.workers.compat import geometry_of, place_kv_cache
+from memserve.workers.kv_layout import geometry_of, place_kv_cache
 from memserve.workers.kv_memory import KvMemory, Openers, kv_memory
 from memserve.workers.links.base import Link, Rank
 from memserve.workers.links.choice import open_here
@@ -218,6 +218,7 @@ class RankedKvHost(_LoopHost):
         except StartError as error:
             put(connection, Failed(str(error)))
             raise
+        _unlink_shared_memory()
         agent = RankAgent(connection, memory.openers(geometry))
         joined = Joined(os.getpid(), geometry, memory.addresses, self.asked_for_memory_at)
         put(connection, joined)
@@ -300,6 +301,17 @@ def _require_own_memory(memory: KvMemory, kv_caches: dict[str, torch.Tensor]) ->
     storage = next(iter(kv_caches.values())).untyped_storage()
     if memory.tensor is None or storage.data_ptr() != memory.tensor.data_ptr():
         raise StartError("vLLM did not take the KV cache's memory from the shared buffer")
+
+
+def _unlink_shared_memory() -> None:
+    """Take away the names of the memory through which vLLM's ranks on a CPU add up their results.
+
+    All ranks have mapped it by the time at which the KV cache is made. vLLM removes the names when
+    it ends in order; a rank that is killed would leave them behind.
+    """
+    if (name := os.environ.get("VLLM_DIST_IDENT")) is not None:
+        for path in Path("/dev/shm").glob(f"{name}-*"):
+            path.unlink(missing_ok=True)
 
 
 def _end_with_rank(rank: int) -> None:

@@ -1,7 +1,7 @@
 """The memory of one rank's KV cache, and the links by which peers reach each other's.
 
 `cpu` lies in shared memory, `cuda` in the HBM of the rank's GPU. Collaborators: `hosts.py` makes
-one by `kv_memory` in the rank's process, `compat.place_kv_cache` asks it for the tensor.
+one by `kv_memory` in the rank's process, `kv_layout.place_kv_cache` asks it for the tensor.
 """
 
 from __future__ import annotations

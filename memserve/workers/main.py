@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -114,7 +113,7 @@ class Worker:
         )
         if isinstance(host, RankedKvHost):
             host.total_kv_heads = config.model_config.get_total_num_kv_heads()
-            _tie_forks_to_this_process()
+            _tie_forks_to_their_parents()
         configured_at = time.monotonic()
         with _turn_on_gpus(spec.gpu_locks):
             turned_at = time.monotonic()
@@ -233,9 +232,14 @@ def _die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _tie_forks_to_this_process() -> None:
-    """From now on the kernel kills what this process forks when this process dies: the ranks."""
-    os.register_at_fork(after_in_child=partial(_die_with, os.getpid()))
+def _tie_forks_to_their_parents() -> None:
+    """From now on the kernel kills what is forked here, the ranks, when its parent dies."""
+    parent = [os.getpid()]
+
+    def note_parent() -> None:
+        parent[0] = os.getpid()
+
+    os.register_at_fork(before=note_parent, after_in_child=lambda: _die_with(parent[0]))
 
 
 def _set_up_process(spec: WorkerSpec) -> None:

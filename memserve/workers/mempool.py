@@ -80,10 +80,12 @@ class MemPool:
         self._places: dict[str, _Place] = {}
         """Running request → its end in the index."""
         self._slots: SlotOwner | None = None
+        self._is_allocating = False
+        """Whether the pool's blocks are being taken for MemServe, not for the engine."""
         pool.observe(self)
 
     def attach_slots(self, slots: SlotOwner) -> None:
-        """Tell it which slots the index gives up."""
+        """Tell it which slots the index gives up, and what is about to be lost."""
         self._slots = slots
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────
@@ -100,7 +102,9 @@ class MemPool:
             raise OutOfBlocksError(
                 f"{num_blocks} blocks asked for, {available} of {self.num_blocks} available"
             )
+        self._is_allocating = True
         block_ids = self._pool.take(num_blocks)
+        self._is_allocating = False
         self._owners.hold(owner, block_ids)
         if lease_s is not None:
             self._owners.lease(owner, lease_s)
@@ -315,6 +319,12 @@ class MemPool:
             self._places[request.id] = _Place(end_block, insertion.end)
         if copies := [own_ids[index - first_block] for index, _ in insertion.duplicates]:
             self._pool.retract(copies)
+
+    def on_taken(self, block_ids: Sequence[BlockId]) -> None:
+        """See `PoolObserver`."""
+        if self._slots is not None:
+            self._slots.save(block_ids, for_engine=not self._is_allocating)
+        self.on_evicted(block_ids)
 
     def on_evicted(self, block_ids: Sequence[BlockId]) -> None:
         """See `PoolObserver`."""

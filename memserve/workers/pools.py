@@ -64,6 +64,10 @@ class PoolObserver(Protocol):
         """These blocks of a running request are full, and were published."""
         ...
 
+    def on_taken(self, block_ids: Sequence[BlockId]) -> None:
+        """These blocks have a new user, who has written nothing yet: what they held is evicted."""
+        ...
+
     def on_evicted(self, block_ids: Sequence[BlockId]) -> None:
         """These blocks are, or may be, published no more; unknown ones are to be ignored."""
         ...
@@ -93,7 +97,7 @@ class Pool(Protocol):
     def take(self, num_blocks: int) -> list[BlockId]:
         """So many blocks with one reference each: free ones first, then the oldest history.
 
-        At most `num_available`. Tells the observer what was evicted.
+        At most `num_available`. Tells the observer before anybody can write to them.
         """
         ...
 
@@ -136,6 +140,13 @@ class Pool(Protocol):
 
 class SlotOwner(Protocol):
     """Who has the memory of the DRAM medium."""
+
+    def save(self, block_ids: Sequence[BlockId], *, for_engine: bool) -> None:
+        """The engine, or somebody else, has taken these blocks: keep what the index is to lose.
+
+        They may be overwritten as soon as this returns; by the engine, as its next work.
+        """
+        ...
 
     def free_slots(self, slot_ids: Sequence[SlotId]) -> None:
         """The index does not know these slots any more."""
@@ -197,7 +208,7 @@ class PlainPool:
         for block_id in taken:
             self._references[block_id] = 1
         if evicted and self._observer is not None:
-            self._observer.on_evicted(evicted)
+            self._observer.on_taken(evicted)
         return taken
 
     def share(self, block_ids: Sequence[BlockId]) -> None:

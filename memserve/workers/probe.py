@@ -2,10 +2,17 @@
 
 For `calibrate.py` and `bench/fig14_cost_model.py`. The engine is built and stepped as a worker's is
 (`compat.py`), with the connector in place, but there is no loop, no peer and no pool of our own.
+
+What a prefill takes is the time that an instance with nothing else to do needs for it: from taking
+the request until its token. That is what the scheduler adds up and what it observes, and the most
+that one can take among others. On a GPU a short one takes what launching takes, which goes by the
+core that launches: `pin` chooses it.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +20,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.request import Request
@@ -20,15 +28,22 @@ from vllm.v1.request import Request
 from memserve.core.cost_samples import DecodeSample, PrefillSample
 from memserve.core.profile import ModelShape
 from memserve.errors import StartError
+from memserve.types import BlockId, Namespace
 from memserve.workers.compat import Engine, StepLimits, make_config, step_limits
+from memserve.workers.cores import timed_host_work
 
 _DEADLINE_S = 120.0
 """For one measurement."""
 _MOST_PRIMINGS = 3
+_WARM_UP = ((100, 0), (700, 0), (1500, 900))
+_MOST_WARM_UPS = 12
+_STEADY = 0.03
+"""Two passes of the warm-up that differ by less are steady."""
 
 
 class _Hooks:
-    """The connector's host: notes how much of each request was cached."""
+    """The connector's host: notes how much of each request was cached. The processes of ranks get
+    copies, which notice nothing."""
 
     def __init__(self) -> None:
         self.cached_tokens: dict[str, int] = {}
@@ -55,6 +70,7 @@ class EngineProbe:
         engine: Mapping[str, Any],
         kv_bytes: int | None,
         layout: str = "auto",
+        tp: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Only the configuration. Arguments as in `compat.make_config`.
@@ -65,7 +81,13 @@ class EngineProbe:
         self.clock = clock
         self._hooks = _Hooks()
         self._config = make_config(
-            model, engine, engine_id="probe", kv_bytes=kv_bytes, layout=layout, host=self._hooks
+            model,
+            engine,
+            engine_id="probe",
+            kv_bytes=kv_bytes,
+            layout=layout,
+            host=self._hooks,
+            tp=tp,
         )
         text: Any = self._config.model_config.hf_text_config
         self.dtype: torch.dtype = self._config.model_config.dtype
@@ -76,6 +98,8 @@ class EngineProbe:
         self._random = random.Random(0)
         self._num_requests = 0
         self._base: list[int] = []
+        self._held: list[BlockId] = []
+        """Blocks of the base prompt that cannot be evicted."""
         self._started: Engine | None = None
 
     def start(self) -> None:
@@ -85,10 +109,59 @@ class EngineProbe:
         self._started = Engine(self._config)
         self._base = self.tokens(self.longest)
 
+    def pin(self, cores: Sequence[int]) -> None:
+        """Keep what launches the kernels on the first of these cores: this thread, or the process
+        of each rank on a core of its own, and this thread on the next one."""
+        has_ranks = self._config.parallel_config.world_size > 1
+        ranks = multiprocessing.active_children() if has_ranks else []
+        ranks.sort(key=lambda process: process.name)
+        launching = [process.pid for process in ranks if process.pid is not None]
+        for pid, core in zip([*launching, 0], cores, strict=False):
+            os.sched_setaffinity(pid, {core})
+
+    def warm_up(self) -> None:
+        """Until short prefills take the same time again. Then the longest prompt is cached, and
+        stays so where another one has room beside it."""
+        before = float("inf")
+        points = [point for point in _WARM_UP if point[0] <= self.longest]
+        for _ in range(_MOST_WARM_UPS if points else 0):
+            total = sum(self.prefill(*point).seconds for point in points)
+            if abs(total / before - 1) < _STEADY:
+                break
+            before = total
+        self.hold_base()
+
+    def hold_base(self) -> None:
+        """Compute the longest prompt and keep its blocks, unless they leave too little room."""
+        if self._held or self.capacity_tokens < 2 * self.longest + self._engine.block_size:
+            return
+        self._run(self._base)
+        pool = self._engine.block_pool
+        for block_hash in self._engine.hash_request(self._base, Namespace()).block_hashes:
+            if (found := pool.get_cached_block(block_hash, [0])) is None:
+                break
+            pool.touch(found)
+            self._held += [BlockId(block.block_id) for block in found]
+
+    @property
+    def held_tokens(self) -> int:
+        """Of the longest prompt, that cannot be evicted."""
+        return len(self._held) * self._engine.block_size
+
+    def release_base(self) -> None:
+        """Let its blocks be evicted."""
+        pool = self._engine.block_pool
+        pool.free_blocks([pool.blocks[block_id] for block_id in reversed(self._held)])
+        self._held.clear()
+
     @property
     def _engine(self) -> Engine:
         assert self._started is not None, "start the probe first"
         return self._started
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return bool(current_platform.is_cuda())
 
     @property
     def limits(self) -> StepLimits:
@@ -135,14 +208,17 @@ class EngineProbe:
         wanted = min(cached_tokens, num_tokens - 1) // size * size
         for _ in range(_MOST_PRIMINGS):
             prompt = self._base[:wanted] + self.tokens(num_tokens - wanted)
+            host_s = timed_host_work()
             seconds, found = self._run(prompt)
             if found == wanted:
-                return PrefillSample(num_tokens, wanted, seconds)
+                return PrefillSample(num_tokens, wanted, seconds, host_s)
             self._run(self._base[:wanted] + self.tokens(1))
         raise StartError(f"of {wanted} tokens the engine kept {found}: give it more KV memory")
 
     def decode(self, num_requests: int, context_tokens: int, steps: int) -> DecodeSample:
-        """The mean of `steps` decode steps of equal requests, of `context_tokens` each."""
+        """The mean of `steps` decode steps of equal requests, of `context_tokens` each. The base
+        prompt is held no longer."""
+        self.release_base()
         generated = self.decode_tokens(num_requests, context_tokens, steps)
         names = [self._add(self.tokens(context_tokens), generated) for _ in range(num_requests)]
         deadline = time.perf_counter() + _DEADLINE_S

@@ -87,8 +87,9 @@ class RankLane:
             self._group.listen(self.rank)
         ended, self._ended = self._ended, []
         oldest_s = min(self._under_way.values(), default=None)
-        if oldest_s is not None and self._group.clock() > oldest_s + ANSWER_S:
-            raise RankLostError(f"rank {self.rank} has not ended a transfer in {ANSWER_S:g} s")
+        if oldest_s is not None and self._group.clock() > oldest_s + self._group.answer_s:
+            seconds = self._group.answer_s
+            raise RankLostError(f"rank {self.rank} has not ended a transfer in {seconds:g} s")
         return ended
 
     def cancel(self, transfer_id: TransferId) -> None:
@@ -118,15 +119,23 @@ class RankGroup:
     """The pipes to all ranks, and the lanes that they have open. One thread makes all calls."""
 
     def __init__(
-        self, connections: Sequence[Connection], *, clock: Callable[[], float] = time.monotonic
+        self,
+        connections: Sequence[Connection],
+        *,
+        answer_s: float = ANSWER_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes over the connections: the driver's ends, in the order of the ranks."""
+        """Takes over the connections: the driver's ends, in the order of the ranks.
+
+        `answer_s`: how long a rank may take for anything.
+        """
         self._connections = list(connections)
         self._lost: dict[int, str] = {}
         self._lanes: dict[int, RankLane] = {}
         self._num_opened = 0
         self._joined: dict[int, Joined] = {}
         self._failure: str | None = None
+        self.answer_s = answer_s
         self.clock = clock
 
     def join(self) -> list[Joined]:
@@ -136,7 +145,9 @@ class RankGroup:
             raise StartError(self.failure or next(iter(self._lost.values())))
         if len(self._joined) < len(self._connections):
             missing = [r for r in range(len(self._connections)) if r not in self._joined]
-            raise StartError(f"ranks {missing} have no KV cache {ANSWER_S:g} s after their start")
+            raise StartError(
+                f"ranks {missing} have no KV cache {self.answer_s:g} s after their start"
+            )
         return [self._joined[rank] for rank in range(len(self._connections))]
 
     @property
@@ -151,7 +162,7 @@ class RankGroup:
         self._wait(lambda: all(lane.is_settled for lane in lanes))
         for lane in lanes:
             if not lane.is_settled:
-                lane.error = f"no answer in {ANSWER_S:g} s"
+                lane.error = f"no answer in {self.answer_s:g} s"
         failed = next((lane for lane in lanes if lane.error is not None), None)
         if failed is not None:
             for lane in lanes:
@@ -168,7 +179,7 @@ class RankGroup:
         self._wait(lambda: lane.is_closed)
         del self._lanes[number]
         if not lane.is_closed:
-            raise RankLostError(f"rank {lane.rank} has not closed a link in {ANSWER_S:g} s")
+            raise RankLostError(f"rank {lane.rank} has not closed a link in {self.answer_s:g} s")
 
     def tell(self, rank: int, order: Order) -> None:
         """Give an order; one to a rank that is gone fails its lanes."""
@@ -201,7 +212,7 @@ class RankGroup:
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """Listen until it is done, or the deadline has passed; the caller looks which."""
-        deadline = self.clock() + ANSWER_S
+        deadline = self.clock() + self.answer_s
         self._listen_to_all()
         while not is_done() and (patience_s := deadline - self.clock()) > 0:
             alive = [c for rank, c in enumerate(self._connections) if rank not in self._lost]

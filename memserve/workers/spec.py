@@ -79,6 +79,8 @@ class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """As configured; `auto` is the model's own."""
     created: str
+    reduce_ranks: int = 0
+    """GPUs to measure all-reduces over; 0: there are not enough, or nothing of the kind."""
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):

@@ -2,9 +2,14 @@
 
 Swapping out copies and leaves: the engine evicts the block when it needs it, and from then on the
 index finds it in DRAM alone. So nothing of the engine's is ever in the way of a copy, and nothing
-is pinned for one: a block that changes hands while it is read has another key in the index
-afterwards, and its copy is thrown away. To have the copies ready before the engine evicts, the
-oldest history is backed up as soon as free blocks and backed-up ones are fewer than a margin.
+is pinned for one: a block that changes hands while it is read is remembered, and its copy is thrown
+away. To have the copies ready before the engine evicts, the oldest history is backed up as soon as
+free blocks and backed-up ones are fewer than a margin.
+
+What is taken before that is saved on the spot, before its new user can write. A prefill may save
+all that it evicts, since computing its blocks takes much longer than copying as many. Who computes
+nothing (a decoding request that takes a block, a reservation, a swap-in) may save only so much
+between two polls that no step becomes long.
 
 Swapping in takes blocks of the pool, copies, and inserts: what follows is a plain prefix hit. The
 owner holds all blocks of the path from the beginning of the copy on, in HBM already or not.
@@ -18,6 +23,7 @@ Collaborators: `mempool.py` (blocks, owners, index), `dram.py` (slots, copies), 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -28,10 +34,12 @@ import numpy as np
 from memserve.core.radix import ABSENT, Cursor, Match
 from memserve.core.swap import SwapLimits
 from memserve.core.tokens import TOKEN_BYTES, Path
-from memserve.errors import OutOfBlocksError
+from memserve.errors import OutOfBlocksError, TransferError
 from memserve.types import BlockId, Medium, SlotId
 from memserve.workers.dram import CopyEnd, DramTier
 from memserve.workers.mempool import MemPool
+
+logger = logging.getLogger(__name__)
 
 _SCAN_INTERVAL_S = 0.01
 _SCAN_SHARE = 0.05
@@ -64,6 +72,8 @@ class _Out(msgspec.Struct, frozen=True):
     keys: dict[BlockId, int | None]
     """What the index called the blocks when their copy began."""
     slot_ids: list[SlotId]
+    spoiled: set[BlockId] = msgspec.field(default_factory=set)
+    """Taken since then: they may hold anything."""
 
 
 class _In(msgspec.Struct, frozen=True):
@@ -87,13 +97,16 @@ class Swapper:
         *,
         batch_blocks: int,
     ) -> None:
-        """`batch_blocks`: how many blocks are backed up by one copy."""
+        """`batch_blocks`: backed up by one copy, and saved between two polls for those who do not
+        compute what they take."""
         self._mempool = mempool
         self._index = mempool.index
         self._tier = tier
         self._limits = limits
         self._clock = clock
         self._batch_blocks = batch_blocks
+        self._num_savable = batch_blocks
+        """Until the next poll, for those who do not compute what they take."""
         self._outs: dict[str, _Out] = {}
         self._ins: dict[str, _In] = {}
         self._num_outs = 0
@@ -157,6 +170,7 @@ class Swapper:
 
     def poll(self) -> list[SwapEnd]:
         """Let copies go on for a bounded time, and back up what is about to be evicted."""
+        self._num_savable = self._batch_blocks
         self._back_up()
         ended: list[SwapEnd] = []
         for end in self._tier.poll():
@@ -189,6 +203,25 @@ class Swapper:
         self._outs.clear()
 
     # ── SlotOwner ─────────────────────────────────────────────────────────────────────────────
+
+    def save(self, block_ids: Sequence[BlockId], *, for_engine: bool) -> None:
+        """See `SlotOwner`. Of what is too much, the ends of prompts are lost."""
+        for swap in self._outs.values():
+            swap.spoiled.update(swap.keys.keys() & set(block_ids))
+        unsafe = sorted(filter(self._is_only_in_hbm, block_ids), key=self._depth)
+        is_computed = for_engine and len(block_ids) > 1
+        if not is_computed:
+            unsafe = unsafe[: self._num_savable]
+            self._num_savable -= len(unsafe)
+        unsafe = self._with_room(unsafe)
+        if not unsafe:
+            return
+        try:
+            slot_ids = self._tier.save(unsafe, for_engine=for_engine)
+        except TransferError as error:
+            logger.warning("%d blocks could not be saved in DRAM: %s", len(unsafe), error)
+            return
+        self._hold_copies(unsafe, slot_ids)
 
     def free_slots(self, slot_ids: Sequence[SlotId]) -> None:
         """See `SlotOwner`. A block that is forgotten while it comes in must not come back."""
@@ -268,8 +301,11 @@ class Swapper:
 
     def _is_unsafe(self, block_id: BlockId) -> bool:
         """Whether a copy of it is worth making."""
+        return self._is_only_in_hbm(block_id) and not self._is_leaving(block_id)
+
+    def _is_only_in_hbm(self, block_id: BlockId) -> bool:
         is_known = self._index.contains(block_id, Medium.HBM)
-        return is_known and self._index.slot_of(block_id) is None and not self._is_leaving(block_id)
+        return is_known and self._index.slot_of(block_id) is None
 
     def _depth(self, block_id: BlockId) -> int:
         return self._index.depth_of(block_id, Medium.HBM)
@@ -289,9 +325,7 @@ class Swapper:
 
     def _begin_out(self, block_ids: list[BlockId]) -> int:
         """Returns how many of them are being copied."""
-        block_ids = block_ids[: self._make_room(len(block_ids))]
-        # To make room, blocks may have been forgotten.
-        block_ids = [block_id for block_id in block_ids if self._is_unsafe(block_id)]
+        block_ids = self._with_room(block_ids)
         if not block_ids:
             return 0
         self._num_outs += 1
@@ -307,14 +341,25 @@ class Swapper:
         good: list[tuple[BlockId, SlotId]] = []
         useless: list[SlotId] = []
         for (block_id, key), slot_id in zip(swap.keys.items(), swap.slot_ids, strict=True):
-            if self._index.key_of(block_id, Medium.HBM) == key:
+            is_same = self._index.key_of(block_id, Medium.HBM) == key
+            if is_same and block_id not in swap.spoiled:
                 good.append((block_id, slot_id))
             else:
                 useless.append(slot_id)
-        sources, targets = [block for block, _ in good], [slot for _, slot in good]
-        refused = self._index.copied(Medium.HBM, sources, Medium.DRAM, targets)
-        self._swapped_out += len(good) - len(refused)
-        self._tier.free([*useless, *(SlotId(slot) for slot in refused)])
+        self._tier.free(useless)
+        self._hold_copies([block for block, _ in good], [slot for _, slot in good])
+
+    def _hold_copies(self, block_ids: list[BlockId], slot_ids: list[SlotId]) -> None:
+        """These slots have what the index knows in these blocks."""
+        refused = self._index.copied(Medium.HBM, block_ids, Medium.DRAM, slot_ids)
+        self._swapped_out += len(slot_ids) - len(refused)
+        self._tier.free([SlotId(slot) for slot in refused])
+
+    def _with_room(self, block_ids: list[BlockId]) -> list[BlockId]:
+        """The first of these blocks: as many as DRAM can have slots for now."""
+        first = block_ids[: self._make_room(len(block_ids))]
+        # To make room, blocks may have been forgotten.
+        return list(filter(self._is_only_in_hbm, first))
 
     def _make_room(self, num_slots: int) -> int:
         """Let as many slots as possible be free, up to so many; returns how many are."""

@@ -80,13 +80,20 @@ class ManualQueue:
         self._ops = ops
         self.pieces: deque[tuple[Callable[[], object], list[bool]]] = deque()
         self.num_follows = 0
+        self.num_holds = 0
 
     def follow_engine(self) -> None:
         self.num_follows += 1
 
+    def hold_engine(self) -> None:
+        """What is written next comes after the copy."""
+        self.num_holds += 1
+        self._copy_last()
+
     def mark(self) -> Callable[[], bool]:
         is_done = [False]
         self.pieces.append((self._ops.last, is_done))
+        self._ops.last = lambda: 0
         return lambda: is_done[0]
 
     def finish(self, count: int = 1) -> None:
@@ -98,10 +105,15 @@ class ManualQueue:
 
     def wait(self) -> None:
         self.finish(len(self.pieces))
+        self._copy_last()
+
+    def _copy_last(self) -> None:
+        copy, self._ops.last = self._ops.last, lambda: 0
+        copy()
 
 
 class ManualQueues:
-    """Makes the two queues of a tier, and its `ops`."""
+    """Makes the queues of a tier, and its `ops`."""
 
     def __init__(self, num_good: int = 1 << 30) -> None:
         self.ops = LateOps(num_good)
@@ -118,6 +130,10 @@ class ManualQueues:
     @property
     def out(self) -> ManualQueue:
         return self.made[1]
+
+    @property
+    def urgent(self) -> ManualQueue:
+        return self.made[2]
 
 
 class CheapSwaps:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from memserve.errors import OutOfBlocksError, StartError
+from memserve.errors import OutOfBlocksError, StartError, TransferError
 from memserve.ops.blocks import TorchBlockOps
 from memserve.types import BlockId, SlotId
 from memserve.workers.dram import CopyEnd, DramTier
@@ -33,6 +33,7 @@ class Rig:
         *,
         num_slots: int = NUM_SLOTS,
         poll_blocks: int | None = None,
+        bytes_per_s: float | None = None,
         num_good: int = 1 << 30,
         is_manual: bool = False,
     ) -> None:
@@ -42,7 +43,7 @@ class Rig:
         self.clock = FakeClock()
         self.memory = HostMemory(num_slots * BLOCK_BYTES + 5, pin=False)
         self.queues = ManualQueues(num_good)
-        options: dict[str, object] = {"piece_bytes": BLOCK_BYTES}
+        options: dict[str, object] = {"piece_bytes": BLOCK_BYTES, "bytes_per_s": bytes_per_s}
         if poll_blocks is not None:
             options["poll_bytes"] = poll_blocks * BLOCK_BYTES
         if is_manual:
@@ -74,6 +75,9 @@ class Rig:
             if not self.tier.is_active:
                 return ended
         raise AssertionError("the copies do not end")
+
+    def save(self, *block_ids: int, for_engine: bool = True) -> list[SlotId]:
+        return self.tier.save([BlockId(b) for b in block_ids], for_engine=for_engine)
 
     def check(self) -> None:
         assert self.tier.check_integrity() == []
@@ -116,6 +120,20 @@ def test_one_poll_copies_a_bounded_number_of_blocks_inwards_first() -> None:
     rig.into("in", slots, 10, 11, 12)
     ends = [[end.owner for end in rig.tier.poll()] for _ in range(3)]
     assert ends == [[], ["in"], ["out"]]
+
+
+def test_what_is_in_flight_follows_the_time_between_two_polls() -> None:
+    """So that the link has work through a step however long it is."""
+    rig = Rig(is_manual=True, poll_blocks=1, bytes_per_s=float(BLOCK_BYTES))
+    rig.out("a", *range(8))
+    out = rig.queues.out
+    for passed_s, in_flight in ((0.5, 1), (3.0, 3), (1.0, 3), (5.0, 5)):
+        rig.clock.now_s += passed_s
+        rig.tier.poll()
+        assert len(out.pieces) == in_flight
+    out.finish(8)
+    rig.tier.poll()
+    assert len(out.pieces) == 1, "as few as at first"
 
 
 def test_a_copy_ends_when_its_last_piece_is_done() -> None:
@@ -209,6 +227,50 @@ def test_an_owner_has_one_copy_at_a_time() -> None:
         rig.into("a", slots, 3)
     rig.finish()
     assert rig.out("a") == [] and [end.error for end in rig.finish()] == [None]
+
+
+# ── saving ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_saved_is_held_at_once_and_comes_back(layout: str) -> None:
+    rig = Rig(layout)
+    before = [rig.block(block_id) for block_id in (1, 5)]
+    slots = rig.save(1, 5)
+    assert rig.tier.held() == set(slots) and not rig.tier.is_active
+    fill_random(rig.hbm, seed=2)
+    rig.into("b", slots, 7, 3)
+    rig.finish()
+    assert [rig.block(7), rig.block(3)] == before
+    rig.check()
+
+
+def test_the_engine_waits_for_what_is_saved_for_it_and_nobody_for_other_copies() -> None:
+    rig = Rig(is_manual=True)
+    urgent = rig.queues.urgent
+    rig.out("a", 1)
+    rig.tier.poll()
+    rig.save(2)
+    assert (urgent.num_follows, urgent.num_holds) == (1, 1)
+    assert rig.queues.out.num_holds == 0 and len(rig.queues.out.pieces) == 1
+    contents = rig.block(3)
+    (slot,) = rig.save(3, for_engine=False)
+    assert (urgent.num_follows, urgent.num_holds) == (2, 1), "this process has waited"
+    start = slot * BLOCK_BYTES
+    assert rig.memory.tensor[start : start + BLOCK_BYTES].numpy().tobytes() == contents
+    rig.queues.out.finish()
+    rig.tier.poll()
+    rig.check()
+
+
+def test_saving_without_slots_or_copies_holds_nothing() -> None:
+    rig = Rig(num_slots=2, num_good=0)
+    with pytest.raises(OutOfBlocksError, match="3 DRAM slots asked for, 2 of 2 free"):
+        rig.save(1, 2, 3)
+    with pytest.raises(TransferError, match="on fire"):
+        rig.save(1, 2)
+    assert rig.tier.num_free == 2 and rig.tier.held() == set()
+    rig.check()
 
 
 # ── slots ─────────────────────────────────────────────────────────────────────────────────────

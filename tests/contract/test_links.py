@@ -4,9 +4,11 @@ memory of another process, and on a GPU that is itself a fake."""
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,8 +34,11 @@ from memserve.workers.links.base import (
     require_compatible,
 )
 from memserve.workers.links.fake import FakeLink
+from memserve.workers.links.heads import Route
 from memserve.workers.links.ipc import NUM_STREAMS, IpcLink, ipc_ops
+from memserve.workers.links.ranked import RankedLink
 from memserve.workers.links.shm import ShmLink, open_shm
+from memserve.workers.rank_group import RankGroup
 from tests.contract.gpu_rig import FakeDevice, FakeOps, FakeStream, Host
 from tests.contract.link_rig import (
     NUM_BLOCKS,
@@ -46,6 +51,7 @@ from tests.contract.link_rig import (
     read_block,
 )
 from tests.contract.nccl_rig import End, cuda_end
+from tests.contract.rank_rig import start_agent
 
 LAYOUTS = [
     ("block_first", "block_first"),
@@ -146,6 +152,8 @@ class Maker:
         self._peer = peer
         self._buffers: list[KvBuffer | GpuBuffer | PeerGpuBuffer] = []
         self._links: list[Link] = []
+        self._groups: list[RankGroup] = []
+        self._agents: list[threading.Thread] = []
         self._ends: list[End] = []
         self._numbers = itertools.count()
         self._folder = tempfile.TemporaryDirectory()
@@ -156,6 +164,7 @@ class Maker:
             "fake": self._fake,
             "ipc": self._ipc,
             "ipc on a fake GPU": self._ipc_on_fakes,
+            "by a rank's agent": self._by_agent,
             "nccl": self._nccl,
             "nccl on fakes": self._nccl_on_fakes,
             "nccl on fakes across processes": self._nccl_on_fakes,
@@ -167,11 +176,26 @@ class Maker:
     def close(self) -> None:
         for link in self._links:
             link.close()
+        for group in self._groups:
+            group.close()
+        for agent in self._agents:
+            agent.join(20)
+            assert not agent.is_alive()
         for end in self._ends:
             end.close()
         for buffer in self._buffers:
             buffer.close()
         self._folder.cleanup()
+
+    def _by_agent(self, source_of: Geometry, target_of: Geometry) -> Wire:
+        inner = self._shm(source_of, target_of)
+        driver, end = multiprocessing.Pipe()
+        self._agents.append(start_agent(end, {"shm": lambda peer: inner.link}))
+        group = RankGroup([driver])
+        self._groups.append(group)
+        peer = RankPeer(InstanceId("D0"), 1, target_of, "there")
+        link = RankedLink(group.open("shm", [Route(0, peer)]))
+        return Wire(link, inner.source, inner.target, source_of, target_of)
 
     def _fake(self, source_of: Geometry, target_of: Geometry) -> Wire:
         source, target = bytearray(buffer_bytes(source_of)), bytearray(buffer_bytes(target_of))
@@ -183,7 +207,7 @@ class Maker:
         buffer = KvBuffer.create(buffer_bytes(source_of))
         self._buffers.append(buffer)
         fill_random(buffer.array, seed=1)
-        if self._kind == "shm":
+        if self._kind != "shm across processes":
             owned = KvBuffer.create(buffer_bytes(target_of))
             self._buffers.append(owned)
             mapped = KvBuffer.open(owned.address)
@@ -268,6 +292,7 @@ class Maker:
         "shm",
         "shm across processes",
         "ipc on a fake GPU",
+        "by a rank's agent",
         pytest.param("ipc", marks=pytest.mark.gpu),
         "nccl on fakes",
         "nccl on fakes across processes",

@@ -45,7 +45,7 @@ def test_the_oldest_history_goes_out_and_stays_in_hbm() -> None:
     assert node.is_idle()
 
 
-def test_what_the_engine_evicts_is_found_in_dram_and_what_was_not_copied_is_gone() -> None:
+def test_what_the_engine_evicts_is_found_in_dram_whether_it_was_copied_before_or_not() -> None:
     node = SwapNode()
     node.remember(A)
     node.remember(B)
@@ -53,10 +53,10 @@ def test_what_the_engine_evicts_is_found_in_dram_and_what_was_not_copied_is_gone
     node.swap()
     node.mempool.take_changes()
     node.forget_hbm()
-    assert (node.where(A), node.where(B)) == ("DDDD", "")
+    assert (node.where(A), node.where(B)) == ("DDDD", "DDDD")
     changes = node.mempool.take_changes()
-    assert {type(change) for change in changes} == {Swapped, Evicted}
-    assert not any(isinstance(c, Swapped) and c.medium is not Medium.DRAM for c in changes)
+    assert all(isinstance(c, Swapped) and c.medium is Medium.DRAM for c in changes)
+    assert node.swapper.stats().swapped_out == 8
     node.check_all(A, B)
 
 
@@ -83,9 +83,28 @@ def test_a_copy_of_a_block_that_changed_hands_is_thrown_away() -> None:
     assert set(victims) <= set(node.mempool.match(other)), "published again, as something else"
     queues.out.finish(4)
     node.swapper.poll()
-    assert not node.tier.is_active and node.tier.num_used == 0
-    assert node.swapper.stats().swapped_out == 0
+    assert not node.tier.is_active and node.tier.num_used == 4, "saved when they were taken"
+    assert node.swapper.stats().swapped_out == 4 and node.where(A) == "DDDD"
     node.check_all(A, other)
+
+
+def test_a_copy_of_a_block_that_came_back_is_thrown_away() -> None:
+    """Its key is the same as when the copy began, but not what it held in between."""
+    node, queues = manual(num_blocks=5)
+    node.remember(A)
+    keys = {b: node.mempool.index.key_of(b, Medium.HBM) for b in node.mempool.history()}
+    assert node.swapper.swap_out(4) == 4
+    node.swapper.poll()
+    node.remember(B)
+    assert node.where(A) == "DDDD", "saved when B took its blocks"
+    queues.out.finish(4)
+    node.remember(A)
+    index = node.mempool.index
+    assert any(index.key_of(block, Medium.HBM) == key for block, key in keys.items())
+    node.mempool.drop_slots(node.mempool.find(node.mempool.path(A)).dram.tolist())
+    node.swapper.poll()
+    assert node.where(A) == "HHHH" and not node.tier.is_active
+    node.check_all(A, B)
 
 
 def test_a_failed_copy_leaves_everything_as_it_was() -> None:
@@ -106,6 +125,82 @@ def test_nothing_goes_out_twice_even_if_asked_for_at_once() -> None:
     node.swapper.poll()
     assert node.where(A) == "BBBB" and node.swapper.stats().swapped_out == 4
     node.check_all(A)
+
+
+# ── saved when it is taken ────────────────────────────────────────────────────────────────────
+
+
+def test_a_prefill_saves_all_that_it_evicts() -> None:
+    """However many prompts come without a poll between them."""
+    node, queues = manual(batch_blocks=1)
+    prompts = [prompt(16, seed) for seed in range(8)]
+    for tokens in prompts:
+        node.remember(tokens)
+    assert [node.where(tokens) for tokens in prompts] == ["DDDD"] * 4 + ["HHHH"] * 4
+    assert not queues.out.pieces and not node.swapper.is_active, "nothing is left to be done"
+    node.check_all(*prompts)
+
+
+def test_decoding_saves_so_much_between_two_polls() -> None:
+    node = SwapNode(batch_blocks=3)
+    node.remember(prompt(4 * TOTAL, 1))
+    taken = [node.pool.get_new_blocks(1) for _ in range(4)]
+    assert node.swapper.stats().swapped_out == 3
+    node.swapper.poll()
+    taken.append(node.pool.get_new_blocks(1))
+    assert node.swapper.stats().swapped_out == 4
+    for blocks in taken:
+        node.pool.free_blocks(blocks)
+
+
+def test_a_reservation_saves_the_beginnings_of_what_is_too_much() -> None:
+    node = SwapNode(batch_blocks=4)
+    for tokens in (A, B):
+        node.remember(tokens)
+    node.mempool.alloc_mem(TOTAL - 1, "others")
+    assert (node.where(A), node.where(B)) == ("DDD", "HD"), "not the ends: they are no use alone"
+    node.mempool.free_all("others")
+    node.check_all(A, B)
+
+
+def test_what_is_in_dram_already_is_not_saved_again() -> None:
+    node = SwapNode(num_slots=4)
+    node.remember(A)
+    node.swapper.swap_out(4)
+    node.swap()
+    node.forget_hbm()
+    assert node.where(A) == "DDDD" and node.swapper.stats().swapped_out == 4
+    node.check_all(A)
+
+
+def test_without_slots_the_beginnings_are_saved() -> None:
+    node, _ = manual(num_slots=6)
+    node.remember(A)
+    node.swapper.swap_out(4)
+    node.swapper.poll()  # four slots are being written, and cannot make room
+    node.remember(B)
+    node.forget_hbm()
+    assert (node.where(A), node.where(B)) == ("D", "D")
+    node.check_all(A, B)
+
+
+def test_what_cannot_be_saved_is_lost_and_nothing_else() -> None:
+    node = SwapNode(ops=FaultyOps(0))
+    node.remember(A)
+    node.forget_hbm()
+    assert node.where(A) == "" and node.tier.num_used == 0
+    node.check_all(A)
+
+
+def test_what_is_forgotten_on_purpose_is_not_saved() -> None:
+    node = SwapNode()
+    node.remember(A)
+    node.mempool.delete(A)
+    node.remember(B)
+    node.mempool.reset()
+    node.forget_hbm()
+    assert node.tier.num_used == 0 and node.swapper.stats().swapped_out == 0
+    node.check_all(A, B)
 
 
 # ── room in DRAM ──────────────────────────────────────────────────────────────────────────────
@@ -260,8 +355,9 @@ def test_a_burst_that_overtakes_the_copies_leaves_the_beginnings() -> None:
         node.swapper.poll()
     queues.out.finish(4)
     node.swapper.poll()
-    node.forget_hbm()
-    assert (node.where(A), node.where(B)) == ("DD", "DD"), "not the ends, which are of no use alone"
+    node.mempool.alloc_mem(TOTAL - 1, "others")
+    assert (node.where(A), node.where(B)) == ("DDD", "BDD"), "two each before, one when taken"
+    node.mempool.free_all("others")
     for _ in range(4):
         queues.out.finish(9)
         node.swapper.poll()

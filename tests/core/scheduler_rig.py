@@ -50,7 +50,13 @@ SETTINGS = SchedulerSettings(
 class Rig:
     """One cluster. It is also the front end: `ended` says how each request's stream ended."""
 
-    def __init__(self, roles: Mapping[str, Role], data: bytes = b"", **settings: object) -> None:
+    def __init__(
+        self,
+        roles: Mapping[str, Role],
+        data: bytes = b"",
+        shape: ModelShape = SHAPE,
+        **settings: object,
+    ) -> None:
         self.now = 0.0
         self.choices = Choices(data)
         self.truths: dict[RequestId, Truth] = {}
@@ -59,14 +65,17 @@ class Rig:
         self.ended: dict[RequestId, str] = {}
         self.errors: dict[RequestId, MemServeError] = {}
         self.tokens: dict[RequestId, list[int]] = {}
+        self.hanging: set[InstanceId] = set()
+        """Which serve nothing, and say nothing."""
         self.sent: list[tuple[Seat, AnyCommand]] = []
         self.roles = {InstanceId(name): role for name, role in roles.items()}
+        self.cost = CostModel(built_in(shape, "cpu"))
         self.scheduler = GlobalScheduler(
             msgspec.structs.replace(SETTINGS, **settings),
             self.roles,
             self._send,
             lambda: self.now,
-            CostModel(built_in(SHAPE, "cpu")),
+            self.cost,
         )
         self.scheduler.attach(self)
         self.scheduler.configure(BLOCK_SIZE)
@@ -152,6 +161,8 @@ class Rig:
         """Everything that could."""
         todo: list[Callable[[], None]] = []
         for worker in self.workers.values():
+            if worker.instance in self.hanging:
+                continue
             if worker.outbox:
                 todo.append(lambda w=worker: self._take(w))
             if worker.inbox:
@@ -174,6 +185,12 @@ class Rig:
         self.scheduler.on_event(Seat(worker.instance, worker.epoch), event)  # type: ignore[arg-type]
 
     # ── what is asked about it ────────────────────────────────────────────────────────────────
+
+    def has_begun(self, name: str) -> bool:
+        """Whether its client has a token."""
+        timeline = self.scheduler.timeline(RequestId(name))
+        assert timeline is not None
+        return any(step.name == "first token" for step in timeline.steps)
 
     def placed(self) -> list[str]:
         """The requests that were placed, in order."""

@@ -9,6 +9,7 @@ import pytest
 from memserve.accounting import Members, Traffic
 from memserve.core.cost_model import BUILT_IN, CostModel
 from memserve.core.lifecycle import RequestLifecycle
+from memserve.core.loads import Loads, Share
 from memserve.core.tokens import Path
 from memserve.core.vocabulary import (
     ClientCancelled,
@@ -102,7 +103,7 @@ def test_a_request_is_charged_where_it_is_and_nowhere_after_it() -> None:
 
 def test_a_fetch_is_work_that_waits_at_the_receiver_only() -> None:
     books = Books()
-    life = books.request("a", fetch=Fetch(P1, 64))
+    life = books.request("a", fetch=Fetch(P1, 64, 1.0))
     books.charge(life, 0.0)
     assert books.counts() == [1, 0, 1] and books.queue_s(P0, 0.0) > 0.0
 
@@ -158,7 +159,7 @@ def test_a_prefill_that_ran_alone_corrects_the_cost_model() -> None:
 @pytest.mark.parametrize("case", ["beside another", "fetched", "cancelled"])
 def test_other_prefills_say_nothing_about_costs(case: str) -> None:
     books = Books()
-    life = books.request("a", fetch=Fetch(P1, 64) if case == "fetched" else None)
+    life = books.request("a", fetch=Fetch(P1, 64, 1.0) if case == "fetched" else None)
     books.charge(life, 0.0)
     if case == "beside another":
         books.charge(books.request("b"), 0.1)
@@ -197,7 +198,23 @@ def test_what_is_under_way_counts_until_it_is_answered_or_its_sender_is_lost() -
     traffic.answered(sent)
     traffic.answered(sent)
     traffic.answered(TransmitFailed(**about, transfer_id=ids[1], reason="broken"))  # type: ignore[arg-type]
-    assert loads.sending_bytes[0] == 100
+    assert loads.sending_bytes[0] == 100 and loads.can_send[0]
+    traffic.cancelled(D0.instance, ids[2])  # its receiver, which owes nothing
+    assert loads.can_send.all()
+    traffic.cancelled(P0.instance, ids[2])
+    traffic.cancelled(P0.instance, ids[2])
+    assert list(loads.can_send) == [False, True, True]
     traffic.lost(P0.instance)
     loads.check_integrity()
     assert not loads.sending_bytes.any() and not loads.receiving_bytes.any()
+    assert loads.can_send.all()
+
+
+def test_steps_are_reckoned_at_each_instances_own_degree() -> None:
+    roles = {P0.instance: Role.PREFILL, D0.instance: Role.DECODE}
+    loads = Loads(roles, CostModel(BUILT_IN, 2), {P0.instance: 2, D0.instance: 1})
+    for instance, tp in ((P0.instance, 2), (D0.instance, 1)):
+        loads.start(instance)
+        loads.add(instance, Share(1000), 0.0)
+        expected = CostModel(BUILT_IN, tp).decode_step_s(1, 1000)
+        assert loads.step_s[loads.slots[instance]] == pytest.approx(expected)

@@ -81,7 +81,7 @@ def test_the_command_measures_fits_and_keeps(
     assert cli.invoke(["calibrate", *arguments]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"measuring {tmp_path}\n")
-    assert "m on GPU, e: calibrated\n" in printed
+    assert "\ncalibrated at an unknown time for m, GPU, bfloat16, e\n" in printed
     assert printed.endswith(f"profile: {out}\n")
     assert load(out).source == "calibrated"
     assert msgspec.json.decode(kept.read_bytes(), type=Samples) == measured

@@ -21,7 +21,7 @@ from memserve import cli
 from memserve.config import Config
 from memserve.errors import StartError
 from memserve.messages import PoolStats
-from memserve.status import AuditReport, Counters, InstanceStatus, Snapshot
+from memserve.status import AuditReport, Costs, Counters, InstanceStatus, Snapshot
 from memserve.types import InstanceId, InstanceState, Role
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +61,7 @@ SNAPSHOT = Snapshot(
     ],
     links=[],
     counters=Counters(1, 1, 0, 0, 0, 0, 0, 10, 5, 3),
+    costs=Costs("built in", False, "built in", None, 1.0),
 )
 
 

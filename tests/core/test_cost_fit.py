@@ -17,17 +17,18 @@ from memserve.core.cost_fit import (
     fit_links,
     fit_operators,
     fit_prefills,
+    fit_reduce,
     fit_whole_model,
 )
 from memserve.core.cost_model import CostModel
 from memserve.core.cost_samples import (
-    REDUCE,
     AttentionSample,
     DecodeSample,
     GemmSample,
     LinearSample,
     LinkSample,
     PrefillSample,
+    ReduceSample,
     Samples,
 )
 from memserve.core.least_squares import nonnegative
@@ -38,6 +39,7 @@ from memserve.core.profile import (
     LinkFit,
     ModelShape,
     Profile,
+    ReduceFit,
     StepFit,
 )
 
@@ -82,7 +84,7 @@ def truth(step: StepFit) -> Profile:
         gemms=tuple(true_gemm(gemm) for gemm in (*SHAPE.layer_gemms(1), SHAPE.head_gemm(1))),
         attention=(AttentionFit(32, 8, 4e-11, 2.1e-11, 5e-10, 1.2e-9, 4e-6, 5e-6, 1e-7, 1.2e-9),),
         elementwise={name: LinearFit(3e-6, 1.5e-12) for name in SHAPE.elementwise(1)},
-        reduce=LinkFit(1e-5, 1.5e11),
+        reduce=ReduceFit(1e-5, 1.5e11, 3e-5),
         step=step,
         links={"ipc": LinkFit(1e-3, 2e11)},
     )
@@ -211,9 +213,11 @@ def test_where_nothing_bounds_the_steps_no_floor_is_made_up() -> None:
 def test_a_floor_does_not_shrink_with_more_ranks() -> None:
     true = CostModel(truth(STEP))
     found = CostModel(fit_operators(measure(true.profile, noise_of(0.02)), true.profile))
-    for new in (40, 700):  # replayed as a graph, and launched
-        assert found.with_tp(8).exec_s(new) == pytest.approx(found.exec_s(new), rel=0.01)
-        assert found.with_tp(8).exec_s(new) == pytest.approx(true.exec_s(new), rel=0.04)
+    launches_s = 2 * SHAPE.num_layers * true.profile.reduce.launch_s
+    for new, more_s in ((40, 0.0), (700, launches_s)):  # replayed as a graph, and launched
+        expected = found.exec_s(new) + more_s
+        assert found.with_tp(8).exec_s(new) == pytest.approx(expected, rel=0.01)
+        assert found.with_tp(8).exec_s(new) == pytest.approx(true.exec_s(new) + more_s, rel=0.04)
 
 
 def test_on_a_cpu_launching_adds_to_computing() -> None:
@@ -259,10 +263,27 @@ def test_links_that_were_not_measured_come_from_the_fallback() -> None:
     profile = fit_operators(samples, truth(STEP))
     assert profile.links["ipc"] == LinkFit(1e-3, 2e11)
     assert profile.links["dram"].bytes_per_s == pytest.approx(5e10)
-    assert profile.reduce == LinkFit(1e-5, 1.5e11)
-    reduces = [LinkSample(REDUCE, size, 2e-5 + size / 1e11) for size in (1 << 16, 1 << 24)]
-    samples = msgspec.structs.replace(samples, links=samples.links + reduces)
-    assert fit_operators(samples, truth(STEP)).reduce.fixed_s == pytest.approx(2e-5)
+    assert profile.reduce == truth(STEP).reduce
+
+
+def test_all_reduces_are_those_that_were_measured() -> None:
+    """A way for small messages, and another one for large ones."""
+    times = {1 << 13: 8e-6, 1 << 17: 9e-6, 1 << 20: 12e-6, 1 << 24: 150e-6, 1 << 26: 590e-6}
+    reduces = [ReduceSample(2, size, found, 3e-5) for size, found in times.items()]
+    reduces += [ReduceSample(4, size, 9.0, 9.0) for size in times]
+    samples = msgspec.structs.replace(measure(truth(STEP), noise_of(0)), reduces=reduces)
+    fit = fit_operators(samples, truth(STEP)).reduce
+    assert fit.source == "measured over 2 ranks"
+    assert fit.launch_s == 3e-5
+    sizes = np.array(list(times), dtype=float)
+    np.testing.assert_allclose(fit.seconds(2, sizes), list(times.values()))
+    between = fit.seconds(2, np.array([1 << 22], dtype=float))[0]
+    assert 12e-6 < between < 150e-6
+
+
+def test_one_size_says_nothing_of_all_reduces() -> None:
+    assert fit_reduce([]) is None
+    assert fit_reduce([ReduceSample(2, 1 << 20, 1e-5, 0.0)] * 3) is None
 
 
 def test_an_operator_without_samples_is_named() -> None:

@@ -20,6 +20,7 @@ from memserve.core.profile import (
     LinkFit,
     ModelShape,
     Profile,
+    ReduceFit,
     StepFit,
     step_parts,
 )
@@ -46,6 +47,9 @@ SMALL = ModelShape(
 )
 
 
+FREE_REDUCE = ReduceFit(0.0, 1e15)
+
+
 def make_profile(**changes: Any) -> Profile:
     """A device of round numbers, whose operators all cost something."""
     heads, kv_heads = SMALL.heads(1)
@@ -67,7 +71,7 @@ def make_profile(**changes: Any) -> Profile:
             AttentionFit(heads, kv_heads, 2e-9, 1e-9, 1e-8, 5e-9, 1e-6, 1e-6, 1e-7, 1e-9),
         ),
         "elementwise": {name: LinearFit(1e-6, 1e-12) for name in SMALL.elementwise(1)},
-        "reduce": LinkFit(5e-6, 1e10),
+        "reduce": ReduceFit(5e-6, 1e10, 1e-6),
         "step": StepFit(request_s=1e-4, host_s=2e-5, prompt_token_s=1e-8, decode_host_s=3e-5),
         "links": {"ipc": LinkFit(1e-3, 2e11), "dram": LinkFit(1e-5, 5e10)},
     }
@@ -187,11 +191,11 @@ def test_a_step_is_padded_to_the_next_graph() -> None:
 
 
 def naive_exec_s(profile: Profile, num_tokens: int, cached_tokens: int) -> float:
-    """Chunk by chunk, straight from the definition."""
+    """Chunk by chunk, straight from the definition: step k+1 is launched while k is computed."""
     step, layers = profile.step, profile.shape.num_layers
     attention = profile.attention[0]
     before = min(cached_tokens, num_tokens - 1)
-    seconds = step.request_s + num_tokens * step.prompt_token_s
+    computed = launched = 0.0
     while before < num_tokens:
         new = min(profile.chunk_tokens, num_tokens - before)
         parts = step_parts(profile, 1, np.array([new]))
@@ -199,9 +203,11 @@ def naive_exec_s(profile: Profile, num_tokens: int, cached_tokens: int) -> float
         work += step.linear_scale * parts.linear_s[0]
         work += step.attention_scale * layers * attention.prefill_s(new, before)
         has_graph = bool(profile.graph_sizes) and new <= profile.graph_sizes[-1]
-        seconds += max(work, step.graph_floor_s if has_graph else step.floor_s)
+        floor = step.graph_floor_s if has_graph else step.floor_s
         before += new
-    return seconds
+        launched += floor
+        computed += max(work, floor) if before < num_tokens else work
+    return max(computed, launched) + step.request_s + num_tokens * step.prompt_token_s
 
 
 @given(profiles, st.integers(1, 1000), st.integers(0, 1000))
@@ -308,18 +314,47 @@ def test_an_unknown_link_is_named_with_the_known_ones() -> None:
 
 
 def test_more_ranks_compute_less_each() -> None:
-    model = CostModel(make_profile(step=StepFit(), reduce=LinkFit(0.0, float("inf"))))
+    model = CostModel(make_profile(step=StepFit(), reduce=FREE_REDUCE))
     ratio = model.with_tp(2).exec_s(640) / model.exec_s(640)
     assert 0.5 <= ratio < 0.75
     assert model.with_tp(2).with_tp(1).exec_s(640) == model.exec_s(640)
 
 
 def test_ranks_pay_for_their_all_reduces() -> None:
-    free = CostModel(make_profile(step=StepFit(), reduce=LinkFit(0.0, float("inf"))), 2)
-    paid = CostModel(make_profile(step=StepFit(), reduce=LinkFit(1e-3, 1e9)), 2)
+    free = CostModel(make_profile(step=StepFit(), reduce=FREE_REDUCE), 2)
+    paid = CostModel(make_profile(step=StepFit(), reduce=ReduceFit(1e-3, 1e9)), 2)
     sent = 64 * SMALL.hidden * 2  # 2·(tp−1)/tp of the activations
     expected = 2 * SMALL.num_layers * (1e-3 + sent / 1e9)
     assert paid.exec_s(64) - free.exec_s(64) == pytest.approx(expected)
+
+
+def test_a_floor_has_the_launches_of_all_reduces_in_it() -> None:
+    step = StepFit(floor_s=1.0, graph_floor_s=0.5)
+    reduce = ReduceFit(1e-6, 1e12, launch_s=0.01)
+    model = CostModel(make_profile(step=step, reduce=reduce, graph_sizes=(8,)))
+    assert model.exec_s(20) == 1.0
+    assert model.with_tp(2).exec_s(20) == pytest.approx(1.0 + 2 * SMALL.num_layers * 0.01)
+    assert model.with_tp(4).exec_s(20) == model.with_tp(2).exec_s(20)
+    assert model.with_tp(2).exec_s(8) == 0.5, "a graph is launched as one"
+    on_cpu = make_profile(step=StepFit(host_s=1e-3), reduce=reduce)
+    assert on_cpu.floor_s(2) == 0.0
+
+
+def test_an_all_reduce_is_what_was_measured_at_its_size() -> None:
+    fit = ReduceFit(1e-5, 1e11, correction=((1 << 10, 1.0), (1 << 20, 2.0)))
+    small, mid, large = fit.seconds(2, np.array([1 << 10, 1 << 15, 1 << 22], dtype=float)).tolist()
+    assert small == pytest.approx(1e-5 + (1 << 10) / 1e11)
+    assert mid == pytest.approx(1.5 * (1e-5 + (1 << 15) / 1e11))
+    assert large == pytest.approx(2 * (1e-5 + (1 << 22) / 1e11))
+    assert fit.seconds(4, np.array([1.0 * (1 << 10)]))[0] == pytest.approx(1e-5 + 1536 / 1e11)
+
+
+def test_a_profile_says_where_it_comes_from() -> None:
+    assert built_in(SMALL, "NVIDIA H200").describe().startswith("built in, from the data sheet")
+    profile = make_profile(source="calibrated", created="2026-11-30T12:00", device="H200")
+    assert profile.is_calibrated
+    assert profile.describe().startswith("calibrated at 2026-11-30T12:00 for ")
+    assert "H200" in profile.describe()
 
 
 def test_no_rank_is_refused() -> None:
@@ -380,7 +415,7 @@ def test_an_h200_s_built_in_profile_is_right_within_a_factor_of_two(
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H200"])
 def test_two_ranks_compute_long_prompts_in_about_half_the_time(device: str) -> None:
     profile = built_in(ModelShape.from_config(LLAMA_13B), device)
-    model = CostModel(msgspec.structs.replace(profile, reduce=LinkFit(0.0, float("inf"))))
+    model = CostModel(msgspec.structs.replace(profile, reduce=FREE_REDUCE))
     assert model.with_tp(2).exec_s(8192) / model.exec_s(8192) == pytest.approx(0.5, abs=0.05)
 
 

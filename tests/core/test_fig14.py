@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
-from bench.fig14_cost_model import Result, evaluate, load
+from bench.fig14_cost_model import evaluate, load, make_jobs, options_of
+from bench.fig14_engines import Child, Job, Result, goes_on
+from memserve.core.cost_fit import fit_operators
 from memserve.core.cost_model import CostModel
-from memserve.core.cost_samples import PrefillSample
-from memserve.workers.calibrate import by_point, medians, prefill_points, prefill_round
+from memserve.core.cost_samples import PrefillSample, ReduceSample
+from memserve.core.profile import ReduceFit
+from memserve.workers.calibrate import by_point, prefill_points, prefill_round, undisturbed
 from tests.core.test_cost_fit import STEP, TESTED, measure, noise_of, points, truth
 
 RECORDED = Path(__file__).parents[2] / "bench/results/fig14_cost_model_h200.json"
@@ -34,18 +40,23 @@ def rounds_of(probe: Probe, at: list[tuple[int, int]], count: int) -> Any:
 def test_points_are_measured_in_turns_and_long_ones_less_often() -> None:
     probe = Probe()
     at = [(100, 0), (4000, 0), (4000, 3000)]
-    found = by_point(rounds_of(probe, at, 4))
-    short = [at[0], at[2]]
-    assert probe.asked == [*short, *at, *short, *at]
-    # The first round warms up.
-    assert [[sample.seconds for sample in one] for one in found] == [[3, 6, 8], [4, 9], [5, 7, 10]]
-    assert [sample.seconds for sample in medians(found)] == [6, 9, 7]
+    found = by_point(rounds_of(probe, at, 6))
+    assert [len(one) for one in found] == [6, 2, 6]
+    assert sorted(probe.asked[:2]) == [at[0], at[2]], "a long one is not due in the first round"
+    assert sorted(probe.asked[2:5]) == at
+    assert len({tuple(probe.asked[i : i + 2]) for i in (0, 5, 7)}) > 1, "orders differ"
+
+
+def test_the_least_disturbed_quarter_counts() -> None:
+    times = [[9.0, 3, 1, 2, 8, 7, 5, 4], [2.0, 1.0, 3.0], [5.0]]
+    found = undisturbed([[PrefillSample(1, 0, seconds) for seconds in one] for one in times])
+    assert [sample.seconds for sample in found] == [3, 1, 5]
 
 
 @pytest.mark.parametrize("rounds", [2, 6])
 def test_every_point_is_measured(rounds: int) -> None:
     at = prefill_points(16383)
-    found = medians(by_point(rounds_of(Probe(), at, rounds)))
+    found = undisturbed(by_point(rounds_of(Probe(), at, rounds)))
     assert [(one.num_tokens, one.cached_tokens) for one in found] == at
 
 
@@ -66,6 +77,81 @@ def test_errors_are_those_of_the_points_tested() -> None:
     best = metrics["m: BOUND, fitted to the tests, mean error, %"]
     assert best <= metrics["m: operators, mean error, %"] + 0.1
     assert [row["tokens"] for row in rows] == sorted(TESTED)
+
+
+@pytest.mark.parametrize("has_reduce", [True, False])
+def test_two_ranks_are_predicted_with_the_all_reduces_that_are_in_them(has_reduce: bool) -> None:
+    samples = measure(truth(STEP), noise_of(0), (1, 2))
+    reduces = [ReduceSample(2, size, 2e-5 + size / 1e11, 5e-5) for size in (1 << 13, 1 << 26)]
+    known = fit_operators(msgspec.structs.replace(samples, reduces=reduces), truth(STEP))
+    if not has_reduce:
+        known = msgspec.structs.replace(known, reduce=ReduceFit(0.0, 1e15))
+    of_two = CostModel(known, 2)
+    tests = [[PrefillSample(*at, of_two.exec_s(*at))] for at in points(TESTED)]
+    results = {
+        "all-reduce": Result(reduces=reduces),
+        "m": Result(samples=samples),
+        "m TP=2": Result(prefills=tests, has_reduce=has_reduce),
+    }
+    metrics, rows = evaluate(results, has_bounds=False)
+    assert metrics["m TP=2: operators, shards measured, mean error, %"] < 0.1
+    assert metrics["m TP=2: whole model, mean error, %"] > 5
+    assert {row["model"] for row in rows} == {"m TP=2"}
+
+
+def test_what_is_predicted_needs_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    tests = [[PrefillSample(100, 0, 1.0)]]
+    assert evaluate({"m TP=2": Result(prefills=tests)}, has_bounds=False) == ({}, [])
+    assert "m TP=2: its model was not calibrated" in capsys.readouterr().out
+
+
+def test_two_gpus_share_the_cache_and_one_ranks_half_has_it_all(tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+    }
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    by_kind = {}
+    for kind in ("none", "half", "real"):
+        (tmp_path / kind).mkdir()
+        options = options_of(["--model", str(model), "--tp2", kind, "--engine", "max_num_seqs=7"])
+        by_kind[kind] = make_jobs(options, tmp_path / kind)
+    assert [job.name for job in by_kind["none"]] == ["m"]
+    assert [job.name for job in by_kind["half"]] == ["m", "m TP=2"]
+    assert [job.name for job in by_kind["real"]] == ["all-reduce", "m", "m TP=2"]
+    whole, half = by_kind["half"]
+    assert half.kv_bytes == whole.kv_bytes // 2
+    assert half.is_half
+    assert by_kind["real"][2].kv_bytes == whole.kv_bytes // 2
+    assert by_kind["real"][2].folder == whole.folder
+    assert whole.engine == {"max_num_seqs": 7}
+
+
+def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+b") as log:
+        job = Job(name="m", folder=str(tmp_path), device="cpu", result="")
+        child = Child(job, log, [sys.executable, "-c", "raise SystemExit('no such model')"])
+        assert not child.is_ready()
+        child.go([0])
+        assert child.complaint() == "m failed:\nno such model"
+        child.end()
+
+
+def test_a_job_that_hangs_is_ended_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "log").open("w+b") as log:
+        job = Job(name="m", folder=str(tmp_path), device="cpu", result="")
+        child = Child(job, log, [sys.executable, "-c", "import threading as t; t.Event().wait()"])
+        assert not goes_on(child, 0.05, "started")
+        child.end()
+    assert "m failed:" in capsys.readouterr().out
 
 
 def test_what_an_h200_took_is_predicted_where_the_device_bounds_it() -> None:

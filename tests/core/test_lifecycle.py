@@ -155,7 +155,8 @@ class Story:
         source = None
         if fetch is not None:
             self.epochs.setdefault(fetch[0], epoch)
-            source = Fetch(Seat(InstanceId(fetch[0]), self.epochs[fetch[0]]), fetch[1])
+            seat = Seat(InstanceId(fetch[0]), self.epochs[fetch[0]])
+            source = Fetch(seat, fetch[1], deadline_s=0.5)
         plan = Plan(
             first=Seat(InstanceId(first), epoch),
             decode=Seat(InstanceId(decode), epoch) if decode else None,
@@ -533,22 +534,19 @@ def test_05_a_dead_sender_is_quiet() -> None:
 
 def test_05_an_expired_reservation_stops_the_sender_first() -> None:
     story = Story().until_handoff()
-    assert story.expired("D0", "forward") == ["P0 Cancel forward"]
+    goes_on = ["P0 Abort", "D0 Decode 10+1 (1 generated) hold"]  # which makes P answer
+    assert story.expired("D0", "forward") == goes_on
     assert story.expired("D0", "forward") == [], "said again while P has not answered"
-    assert story.transmit_failed("P0", "forward") == [
-        "D0 Cancel forward",
-        "P0 Abort",
-        "D0 Decode 10+1 (1 generated) hold",
-    ]
+    assert story.transmit_failed("P0", "forward") == ["D0 Cancel forward"]
 
 
-def test_05_what_was_sent_before_the_cancel_reached_p_is_used() -> None:
-    story = Story().until_handoff()
-    assert story.expired("D0", "forward") == ["P0 Cancel forward"]
-    assert story.sent("P0", "forward", 2) == [
-        "D0 Commit forward 200 pin",
-        "D0 Decode 10+1 (1 generated) hold",
-    ]
+def test_05_the_end_waits_for_a_sender_that_was_late() -> None:
+    story = Story(Caching.PREFILL).until_handoff()
+    story.expired("D0", "forward")
+    story.started("D0")
+    story.output("D0", 4, "length")
+    assert story.finished("D0") == ["D0 Abort"]
+    assert story.sent("P0", "forward", 2) == ["D0 Cancel forward", "ended"]
 
 
 def test_07_a_prompt_refused_on_p_fails_and_both_are_told() -> None:
@@ -874,15 +872,47 @@ def test_lost_bytes_leave_a_plain_prefill() -> None:
     assert story.started("P0") == ["D0 Allocate forward 0+10"]
 
 
-def test_a_slow_source_is_stopped_and_the_prefill_waits_until_it_is_quiet() -> None:
+def test_a_fetch_has_its_own_deadline() -> None:
+    story = Story()
+    source = Fetch(Seat(InstanceId("P1"), 1), 8, deadline_s=0.25)
+    plan = Plan(Seat(InstanceId("P0"), 1), Seat(InstanceId("D0"), 1), False, False, True, source)
+    (allocate,) = [a.command for a in story.life.place(plan) if isinstance(a, Send)]
+    assert isinstance(allocate, Allocate) and allocate.deadline_s == 0.25
+
+
+def test_p_computes_what_a_hung_source_does_not_send() -> None:
     story = Story().until_fetching()
-    assert story.expired("P0", "fetch") == ["P1 Cancel fetch"]
-    assert story.expired("P0", "fetch") == []
-    assert story.transmit_failed("P1", "fetch") == ["P0 Cancel fetch", "P0 Prefill 8+2 hold"]
+    assert story.expired("P0", "fetch") == ["P1 Cancel fetch", "P0 Prefill 8+2 hold"]
+    assert story.expired("P0", "fetch") == [], "said again while the source has not answered"
+    assert story.started("P0") == ["D0 Allocate forward 0+10"]
+    story.allocated("D0", "forward", 0, 2)
+    story.output("P0", 1, "length")
+    story.sent("P0", "forward", 2)
+    # What comes late is not taken, but only now are the blocks free.
+    assert story.sent("P1", "fetch", 1) == ["P0 Cancel fetch"]
+    assert story.output("D0", 4, "length") == ["deliver tokens final"]
+
+
+def test_a_request_ends_when_its_hung_source_is_lost() -> None:
+    story = Story()
+    story.place("PD0", fetch=("PD1", 8))
+    story.allocated("PD0", "fetch", 0, 2)
+    assert story.expired("PD0", "fetch") == ["PD1 Cancel fetch", "PD0 Prefill 8+2 whole"]
+    story.output("PD0", 5, "length")
+    assert story.finished("PD0") == ["PD0 Abort"]
+    assert story.life.phase is Phase.DRAIN
+    assert story.lost("PD1") == ["PD0 Cancel fetch", "ended"]
+
+
+def test_an_abandoned_fetch_may_outlive_its_attempt() -> None:
     story = Story().until_fetching()
     story.expired("P0", "fetch")
-    # It had just ended: what it brought is good.
-    assert story.sent("P1", "fetch", 1) == ["P0 Commit fetch 100 pin", "P0 Prefill 8+2 hold"]
+    assert story.lost("D0") == ["P0 Abort", "place again"]
+    assert story.place("P0", "D1", fetch=("P1", 8)) == ["P0 Allocate fetch 0+8"]
+    late = TransferId("r/fetch/1")
+    event = TransmitFailed(**story._from("P1"), transfer_id=late, reason="cancelled")
+    assert story.step(event) == ["P0 Cancel fetch"]
+    assert story.allocated("P0", "fetch", 1, 1) == ["P1 Transmit fetch [1:2] of 8 tokens"]
 
 
 @pytest.mark.parametrize("is_ordered", [False, True])
@@ -909,18 +939,10 @@ def test_p_lost_in_the_fetch_is_a_new_placement_and_the_source_stops() -> None:
     assert story.place("P1", "D0") == ["P1 Prefill 10 hold"]
 
 
-def test_d_lost_in_the_fetch_is_a_new_placement_after_it() -> None:
+def test_d_lost_in_the_fetch_is_a_new_placement() -> None:
     story = Story().until_fetching()
-    assert story.lost("D0") == []
-    assert story.sent("P1", "fetch", 1) == ["P0 Commit fetch 100 pin", "P0 Abort", "place again"]
-    assert story.inserted("P0", "fetch", 8) == []
+    assert story.lost("D0") == ["P1 Cancel fetch", "P0 Abort", "place again"]
     assert story.place("P0", "D1") == ["P0 Prefill 10 hold"]
-
-
-def test_d_lost_in_a_fetch_that_fails_is_a_new_placement_after_it() -> None:
-    story = Story().until_fetching()
-    story.lost("D0")
-    assert story.transmit_failed("P1", "fetch") == ["P0 Cancel fetch", "P0 Abort", "place again"]
 
 
 def test_d_lost_as_the_source_is_a_new_placement_at_once() -> None:

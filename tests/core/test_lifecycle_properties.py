@@ -1,8 +1,10 @@
 """The lifecycle against worker models, under every order of events that the channels allow.
 
 One schedule is one byte string: it decides what is delivered next, where requests are placed, what
-fails and who dies. After it has run out everything takes its plain course; then nobody may hold
-anything, and every client must have got what the rules promise.
+fails, who hangs and who dies. After it has run out everything takes its plain course; then nobody
+may hold anything, and every client must have got what the rules promise. Those who hang go on only
+when nothing else can happen, whatever deadlines pass: nobody may have waited for them who only
+wanted to fetch from them.
 """
 
 from __future__ import annotations
@@ -117,6 +119,10 @@ class Cluster:
         self.truths: dict[RequestId, Truth] = {}
         self.requests: dict[RequestId, Request] = {}
         self.agenda: dict[int, list[Callable[[], None]]] = collections.defaultdict(list)
+        self.hanging: set[WorkerModel] = set()
+        """They serve nothing, and nothing is heard of them; their processes are there."""
+        self.outlasted: set[TransferId] = set()
+        """Whose deadline has passed while somebody hung."""
         self.num_losses = 0
         self.step = 0
         self.max_faults = self.choices.pick(4)
@@ -185,6 +191,8 @@ class Cluster:
             self.agenda[self.choices.pick(120)].append(self._kill)
         for _ in range(3):
             self.agenda[self.choices.pick(120)].append(self._expire)
+        for _ in range(2):
+            self.agenda[self.choices.pick(60)].append(self._hang)
 
     # ── the run ───────────────────────────────────────────────────────────────────────────────
 
@@ -194,7 +202,7 @@ class Cluster:
             assert self.step < MAX_STEPS, "no end in sight"
             for trouble in self.agenda.pop(self.step, []):
                 trouble()
-            candidates = self._candidates()
+            candidates = self._candidates() or self._outlast()
             if not candidates:
                 break
             candidates[self.choices.pick(len(candidates))]()
@@ -214,6 +222,8 @@ class Cluster:
             if instance in self.noticed_lost:
                 todo.append(lambda w=worker: self._start(w.instance, w.epoch + 1))
                 continue
+            if worker in self.hanging and worker.is_alive:
+                continue
             if worker.outbox:
                 todo.append(lambda w=worker: self._take_event(w))
             if not worker.is_alive:
@@ -223,6 +233,25 @@ class Cluster:
                 todo.append(worker.serve)
             todo += worker.progress()
         return todo
+
+    def _outlast(self) -> list[Callable[[], None]]:
+        """Nothing more happens while some hang: deadlines pass, and then those go on."""
+        if not self.hanging:
+            return []
+        serving = [w for w in self.workers.values() if w.is_alive and w not in self.hanging]
+        overdue = [(w, t) for w in serving for t in w.expirable() if t not in self.outlasted]
+        for worker, transfer_id in overdue:
+            self.outlasted.add(transfer_id)
+            worker.expire(transfer_id)
+        if overdue:
+            return self._candidates()
+        for request in self.requests.values():
+            if request.lifecycle.phase is Phase.FETCH:
+                plan = request.lifecycle.plan
+                assert plan is not None
+                assert self.workers[plan.first.instance] in self.hanging, "waits for a source"
+        self.hanging.clear()
+        return self._candidates()
 
     def _seats(self) -> dict[InstanceId, Seat]:
         return {
@@ -269,7 +298,7 @@ class Cluster:
         if not num_blocks or not sources or not self.choices.happens(2):
             return None
         num_tokens = (1 + self.choices.pick(num_blocks)) * BLOCK_SIZE
-        return Fetch(sources[self.choices.pick(len(sources))], num_tokens)
+        return Fetch(sources[self.choices.pick(len(sources))], num_tokens, deadline_s=1.0)
 
     def _take_event(self, worker: WorkerModel) -> None:
         event = worker.outbox.popleft()
@@ -375,6 +404,15 @@ class Cluster:
             worker.die()
             worker.inbox.clear()
 
+    def _hang(self) -> None:
+        """Most likely the source of a fetch."""
+        plans = [request.lifecycle.plan for request in self.requests.values()]
+        sources = [plan.fetch.source.instance for plan in plans if plan and plan.fetch]
+        victims = sources + list(self.workers)
+        worker = self.workers[victims[self.choices.pick(len(victims))]]
+        if worker.is_alive:
+            self.hanging.add(worker)
+
     def _expire(self) -> None:
         alive = [worker for worker in self.workers.values() if worker.is_alive]
         choices = [(worker, t) for worker in alive for t in worker.expirable()]
@@ -452,8 +490,12 @@ CORNERS = [
     *((phase, "Allocated") for phase in ("fetch", "prefill", "handoff", "return", "ended")),
     *((phase, "Refused") for phase in ("fetch", "prefill", "handoff", "return", "ended")),
     *((phase, "Expired") for phase in ("fetch", "prefill", "handoff", "return", "drain")),
-    *((phase, "Sent") for phase in ("fetch", "handoff", "return", "drain")),
-    *((phase, "TransmitFailed") for phase in ("fetch", "handoff", "return", "drain")),
+    # In unplaced, prefill and decode: of a transfer that was abandoned.
+    *(
+        (phase, answer)
+        for phase in ("unplaced", "fetch", "prefill", "handoff", "decode", "return", "drain")
+        for answer in ("Sent", "TransmitFailed")
+    ),
     *((phase, "Inserted") for phase in ("prefill", "decode", "return", "drain")),
     *((phase, "InsertFailed") for phase in ("prefill", "decode", "return")),
 ]

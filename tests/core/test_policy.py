@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from memserve.core.cost_model import BUILT_IN, CostModel
 from memserve.core.loads import Loads, Share
 from memserve.core.policies import PolicyName, make_policy
-from memserve.core.policy import Demand, Placement, Policy, Split, can_place, session_key
+from memserve.core.policy import (
+    Demand,
+    Placement,
+    Policy,
+    Split,
+    can_place,
+    session_key,
+    with_fetch,
+)
 from memserve.core.profile import LinkFit, Profile
 from memserve.errors import UnavailableError
 from memserve.types import InstanceId, Role
@@ -226,12 +234,81 @@ def test_an_instance_that_is_full_still_gives_but_one_that_is_lost_does_not() ->
     assert cluster.place(cached={"P0": 992}).fetch is None
 
 
-def test_only_what_the_source_holds_in_hbm_can_be_fetched() -> None:
+def test_what_the_source_holds_in_dram_is_fetched_at_the_cost_of_bringing_it() -> None:
     cluster = Cluster("P0", "P1", "D0")
+    cluster.close("P0")
+    in_hbm = cluster.place(cached={"P0": 992})
+    placement = cluster.place(cached={"P0": 992}, dram={"P0": 512})
+    assert placement.fetch is not None and placement.fetch.num_tokens == 992
+    swap_s = cluster.cost.swap_in_s(cluster.cost.kv_bytes(512))
+    expected_s = terms(in_hbm, "P1")["fetch_s"] + swap_s
+    assert terms(placement, "P1")["fetch_s"] == pytest.approx(expected_s, abs=2e-6)
+
+
+def test_what_the_receiver_has_in_dram_is_brought_and_does_not_travel() -> None:
+    cluster = Cluster("P0", "P1", "D0")
+    cluster.close("P0")
+    in_hbm = cluster.place(cached={"P0": 992, "P1": 512})
+    placement = cluster.place(cached={"P0": 992, "P1": 512}, dram={"P1": 512})
+    swap_s = cluster.cost.swap_in_s(cluster.cost.kv_bytes(512))
+    expected_s = terms(in_hbm, "P1")["fetch_s"] + swap_s
+    assert terms(placement, "P1")["fetch_s"] == pytest.approx(expected_s, abs=2e-6)
+
+
+def test_where_dram_is_slow_only_the_part_in_hbm_is_fetched() -> None:
+    links = {**BUILT_IN.links, "dram": LinkFit(99.0, 1.0)}
+    cluster = Cluster("P0", "P1", "D0", profile=msgspec.structs.replace(SMALL_STEPS, links=links))
     cluster.close("P0")
     placement = cluster.place(cached={"P0": 992}, dram={"P0": 512})
     assert placement.fetch is not None and placement.fetch.num_tokens == 480
     assert cluster.place(cached={"P0": 992}, dram={"P0": 992}).fetch is None
+
+
+def test_of_equal_sources_the_one_that_has_it_in_hbm_is_asked() -> None:
+    cluster = Cluster("P0", "P1", "P2", "D0")
+    cluster.close("P0")
+    cluster.close("P1")
+    placement = cluster.place(cached={"P0": 992, "P1": 992}, dram={"P0": 16})
+    assert placement.fetch is not None and placement.fetch.source == "P1"
+
+
+def test_a_source_that_owes_an_answer_is_not_asked_again() -> None:
+    cluster = Cluster("P0", "P1", "P2", "D0")
+    cluster.close("P0")
+    cluster.loads.add_silent(InstanceId("P0"), 1)
+    assert cluster.place(cached={"P0": 992}).fetch is None
+    placement = with_fetch(cluster.place(cached={"P0": 992}), cluster.demand(), cluster.loads)
+    assert placement.fetch is None
+    cluster.loads.add_silent(InstanceId("P0"), -1)
+    assert cluster.place(cached={"P0": 992}).fetch is not None
+
+
+def test_fetches_that_were_late_count_until_that_is_long_ago() -> None:
+    cluster = Cluster("P0", "P1", "D0")
+    cluster.close("P0")
+    before = cluster.place(cached={"P0": 992}).fetch
+    assert before is not None and before.predicted_s is not None
+    cluster.loads.fetch_times.observe(0, before.predicted_s, before.predicted_s + 0.005, 0.0)
+    after = cluster.place(cached={"P0": 992}).fetch
+    assert after is not None and after.predicted_s == pytest.approx(before.predicted_s + 0.001)
+    assert terms(cluster.place(cached={"P0": 992}), "P1")["fetch_late_s"] == 0.001
+    for number in range(200):
+        cluster.loads.fetch_times.observe(0, 99.0, 999.0, number * 0.1)
+    assert cluster.place(cached={"P0": 992}, now=20.0).fetch is None
+    assert cluster.place(cached={"P0": 992}, now=20.0 + 1200.0).fetch is not None
+
+
+def test_the_last_step_of_a_prompt_is_waited_for_to_its_end() -> None:
+    """What else the source has to do comes after the fetch, so no further step counts."""
+    cluster = Cluster("P0", "P1", "D0", profile=CALIBRATED)
+    cluster.close("P0")
+    idle_s = terms(cluster.place(cached={"P0": 992}), "P1")["fetch_s"]
+    cluster.queue("P0", 128)
+    for now in (0.0, 0.01):
+        queue_s = cluster.loads.queue_s(now)[0]
+        placement = cluster.place(cached={"P0": 992}, now=now)
+        waits_s = terms(placement, "P1")["fetch_s"] - idle_s
+        assert waits_s == pytest.approx(queue_s, abs=2e-6)
 
 
 def test_kv_in_dram_costs_its_way_back_or_is_computed() -> None:

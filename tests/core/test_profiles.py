@@ -11,6 +11,7 @@ import pytest
 from memserve import profiles
 from memserve.config import Config, ModelsConfig
 from memserve.core.builtin import BUILT_IN
+from memserve.core.profile import FORMAT
 from memserve.errors import ConfigError
 from memserve.profiles import ProfileKey
 
@@ -87,7 +88,7 @@ def test_a_configuration_has_a_profile(tmp_path: Path) -> None:
 def test_a_profile_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     profiles.save(msgspec.structs.replace(CALIBRATED, format=0), path)
-    with pytest.raises(ConfigError, match="format 0, not 1; allowed: a file that this version"):
+    with pytest.raises(ConfigError, match=f"format 0, not {FORMAT}; allowed: a file"):
         profiles.load(path)
 
 

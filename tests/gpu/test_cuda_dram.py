@@ -112,3 +112,24 @@ def test_a_copy_waits_for_what_the_engine_has_queued(rig: Rig) -> None:
     assert [end.error for end in rig.finish()] == [None]
     start = slot * rig.tier.slot_bytes
     assert bool((rig.memory.tensor[start : start + rig.tier.slot_bytes] == 7).all())
+
+
+def test_the_engine_writes_only_when_a_block_is_saved(rig: Rig) -> None:
+    """Its next work waits on the GPU, while this process goes on."""
+    rig.tier.save(ids(1), for_engine=True)  # warm
+    torch.cuda._sleep(200_000_000)
+    rig.hbm.fill_(7)
+    slots = rig.tier.save(ids(3, 9), for_engine=True)
+    rig.hbm.fill_(9)
+    assert not torch.cuda.current_stream().query(), "the engine's work is still to be done"
+    torch.cuda.synchronize()
+    for slot in slots:
+        start = slot * rig.tier.slot_bytes
+        assert bool((rig.memory.tensor[start : start + rig.tier.slot_bytes] == 7).all())
+
+
+def test_others_find_a_block_saved_when_the_call_returns(rig: Rig) -> None:
+    contents = rig.block(5)
+    (slot,) = rig.tier.save(ids(5), for_engine=False)
+    start = slot * rig.tier.slot_bytes
+    assert torch.equal(rig.memory.tensor[start : start + rig.tier.slot_bytes], contents)

@@ -57,7 +57,7 @@ from memserve.messages import (
     TokenOutput,
     Transmit,
 )
-from memserve.status import AuditReport, Counters, Snapshot
+from memserve.status import AuditReport, Costs, Counters, Snapshot
 from memserve.types import InstanceId, RequestId
 
 P, D = Seat(InstanceId("P0"), 1), Seat(InstanceId("D0"), 1)
@@ -201,7 +201,9 @@ class FakeCluster:
 
     def snapshot(self) -> Snapshot:
         counters = Counters(len(self.requests), 0, 0, 0, 0, 0, 0, 0, 0, 0)
-        return Snapshot("smollm2", "1P1D-CC", "full", "cpu", self.is_ready, 1.0, [], [], counters)
+        costs = Costs("built in", False, "built in", None, 1.0)
+        facts = ("smollm2", "1P1D-CC", "full", "cpu", self.is_ready, 1.0)
+        return Snapshot(*facts, [], [], counters, costs)
 
     async def audit(self) -> list[AuditReport]:
         return [AuditReport(P.instance, NO_STATS, [], [])]

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from memserve import cli
 from memserve.core.profile import ModelShape
+from memserve.errors import StartError
+from memserve.workers.all_reduce import measure_reduces
 from memserve.workers.operators import Operators, Stopwatch
 from memserve.workers.paged_attention import PagedAttention
 
@@ -85,6 +88,8 @@ from memserve.workers.probe import EngineProbe
 engine = {"dtype": "bfloat16", "max_model_len": 512, "block_size": 32, "enforce_eager": True}
 probe = EngineProbe(sys.argv[1], engine, 48 << 20)
 probe.start()
+probe.warm_up()
+print(probe.held_tokens)
 for num_tokens, cached in ((300, 0), (300, 200), (300, 300), (40, 10)):
     sample = probe.prefill(num_tokens, cached)
     print(sample.num_tokens, sample.cached_tokens, 0 < sample.seconds < 60)
@@ -92,7 +97,7 @@ decode = probe.decode(3, 100, 4)
 print(decode.num_requests, decode.context_tokens, 0 < decode.seconds < 60)
 print(probe.shape.num_layers, probe.limits.chunk_tokens, probe.limits.graph_sizes)
 again = probe.prefill(300, 200)
-print(again.cached_tokens, probe.is_idle)
+print(again.cached_tokens, probe.is_idle, probe.held_tokens)
 sys.stdout.flush()
 probe.close()
 import os
@@ -114,15 +119,31 @@ def test_a_probe_measures_what_it_was_asked_for(model_folder: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-7:] == [
+    assert done.stdout.splitlines()[-8:] == [
+        "480",
         "300 0 True",
         "300 192 True",
         "300 288 True",
         "40 0 True",
         "3 306 True",
         "30 2048 ()",
-        "192 True",
+        "192 True 0",
     ]
+
+
+@pytest.mark.timeout(240)
+def test_ranks_measure_their_all_reduces() -> None:
+    sizes = (1 << 13, 1 << 18)
+    found = measure_reduces("cpu", 2, sizes, timeout_s=DEADLINE_S)
+    assert [(one.ranks, one.size_bytes) for one in found] == [(2, size) for size in sizes]
+    assert all(0 < one.seconds < 60 for one in found)
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_fails_says_why_and_leaves_no_other_behind() -> None:
+    with pytest.raises(StartError, match=r"rank \d of an all-reduce failed: .*empty"):
+        measure_reduces("cpu", 2, (), timeout_s=DEADLINE_S)
+    assert not psutil.Process().children()
 
 
 @pytest.mark.timeout(240)

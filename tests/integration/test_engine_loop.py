@@ -565,6 +565,24 @@ def test_heartbeat_follows_when_the_engine_falls_idle(bench: Bench) -> None:
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (6, 0)
 
 
+def test_the_status_says_how_long_steps_and_turns_take(bench: Bench) -> None:
+    step, poll = bench.engine.step, bench.loop._transfers.poll
+
+    def slow_step() -> tuple[EngineCoreOutputs | None, bool]:
+        bench.clock.now_s += 0.25
+        return step()
+
+    def slow_poll() -> None:
+        bench.clock.now_s += 0.125
+        poll()
+
+    bench.engine.step, bench.loop._transfers.poll = slow_step, slow_poll  # type: ignore[method-assign]
+    bench.run(prefill(prompt(6)))
+    stats, ran = bench.audit().stats, bench.engine.num_steps
+    assert stats.steps == ran > 0
+    assert stats.step_s == 0.25 * ran and stats.turn_s == 0.375 * ran
+
+
 def test_the_index_is_reported_before_the_end_of_a_request_and_on_demand(bench: Bench) -> None:
     bench.run(prefill(prompt(BLOCK_SIZE + 2), hold=False))
     assert kinds([e for e in bench.channel.events if not isinstance(e, Heartbeat)]) == [

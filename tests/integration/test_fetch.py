@@ -35,6 +35,7 @@ def cluster() -> Iterator[Cluster]:
     settings = {
         "scheduler.policy": "round_robin",
         "scheduler.fetch": "always",
+        "transfer.reservation_s": 3.0,
         "cluster.max_restarts": 1000,
         "cluster.heartbeat_interval_s": 0.2,
     }
@@ -180,6 +181,23 @@ async def test_an_instance_dies_in_mid_fetch(
         assert answer.cached_tokens == 0 and "fetched" not in steps
     await until_back(client, dead)
     await client.until_idle()
+    [expected] = await asyncio.to_thread(reference.tokens, [held.job])
+    assert answer.token_ids == expected
+
+
+async def test_a_hung_source_costs_a_request_its_fetch_and_no_more(
+    held: HeldFetch, reference: Reference
+) -> None:
+    """The source is stopped throughout. Its heartbeat's deadline is far away, the fetch's near."""
+    client = held.client
+    answer = await held.task
+    steps = await client.steps(held.call_id)
+    assert "reservation expired" in steps and "fetched" not in steps
+    assert answer.cached_tokens == 0
+    assert "released" not in steps, "its source may still be writing"
+    held.resume()
+    await client.until_released(held.call_id)
+    await client.until_idle()  # the audit is clean
     [expected] = await asyncio.to_thread(reference.tokens, [held.job])
     assert answer.token_ids == expected
 

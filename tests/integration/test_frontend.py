@@ -600,6 +600,28 @@ async def test_unavailable(server: Server, cluster: FakeCluster, stream: bool) -
     assert (error["message"], error["code"]) == ("no decode instance is ready", 503)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_who_waits_in_vain_gets_a_status_of_its_own(
+    server: Server, cluster: FakeCluster, path: str, stream: bool, n: int
+) -> None:
+    """Also a stream: no header goes out before its first token."""
+    cluster.play(*[Script([100, 200, 300], pause_after=0) for _ in range(n)])
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "stream": stream, "n": n}
+    body |= {"messages": USER} if "chat" in path else {"prompt": "x"}
+    call = asyncio.create_task(server.http.post(f"{server.url}{path}", json=body))
+    await cluster.until(lambda: len(cluster.requests) == n)
+    error = OverloadedError("no instance had room within 60 s", retry_after_s=9)
+    cluster.fail(cluster.requests[0], error)
+    async with await call as response:
+        assert (response.status, response.headers["Retry-After"]) == (429, "9")
+        assert response.content_type == "application/json"
+        answer = (await response.json())["error"]
+    assert (answer["code"], answer["message"]) == (429, "no instance had room within 60 s")
+    await cluster.until(lambda: all(r.state != "running" for r in cluster.requests))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_too_many_requests(server: Server, cluster: FakeCluster, stream: bool) -> None:
     cluster.refusal = OverloadedError("1024 requests are waiting already", retry_after_s=17)

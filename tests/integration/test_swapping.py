@@ -339,6 +339,26 @@ def test_what_the_receiver_has_in_dram_does_not_travel(rig: Rig, reference: Refe
 
 
 @slow
+def test_what_the_source_has_in_dram_is_fetched(rig: Rig, reference: Reference) -> None:
+    num_tokens = 12
+    tokens = words(330, 80)
+    run(rig, "P0", tokens, 1, "known")
+    for number in range(4):  # push it out of P0's HBM
+        run(rig, "P0", words(400, 90 + number), 1, f"beside {number}")
+    before = rig.audit("P0").stats
+    _, sent, inserted = rig.carry("P0", "D0", tokens[:320], "fetches", pin=True, is_history=True)
+    assert (sent.num_blocks, inserted.num_tokens) == (10, 320)
+    assert rig.audit("P0").stats.swapped_in_blocks - before.swapped_in_blocks == 10
+    rig.decode(tokens, request_bytes(num_tokens), "fetches", known_tokens=320, num_generated=0)
+    started = rig.expect("D0", Started, lambda e: e.request_id == "fetches")
+    assert started.cached_tokens == 320
+    generated = rig.tokens_until_end("D0", "fetches")
+    assert [generated] == reference.tokens([Job(tokens, num_tokens)])
+    rig.forget("fetches", "D0")
+    rig.assert_clean("P0", "D0")
+
+
+@slow
 def test_a_killed_worker_leaves_no_host_memory(rig: Rig) -> None:
     """The tier's memory is private and has no name in any file system."""
     size = DRAM_BLOCKS * BLOCK_BYTES

@@ -13,7 +13,7 @@ import torch
 from memserve.errors import StartError
 from memserve.types import InstanceId
 from memserve.workers import main
-from memserve.workers.compat import geometry_of
+from memserve.workers.kv_layout import geometry_of
 from memserve.workers.kv_memory import GpuKvMemory, HostKvMemory, kv_memory
 from memserve.workers.links.base import Rank
 from tests.contract.link_rig import geometry

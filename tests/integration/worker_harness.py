@@ -35,6 +35,7 @@ from memserve.messages import (
     Decode,
     Finished,
     Heartbeat,
+    History,
     Inserted,
     LinkReady,
     PeerJoined,
@@ -320,9 +321,10 @@ class Rig:
         *,
         known_tokens: int = 0,
         is_private: bool = False,
+        is_history: bool = False,
         pin: bool,
     ) -> tuple[Allocated, Sent, Inserted]:
-        """Allocate, transmit and commit the KV of the tokens."""
+        """Allocate, transmit and commit the KV of the tokens; of `is_history`, whole blocks."""
         transfer = TransferId(f"{name} {source} to {target}")
         self.send(
             target,
@@ -347,6 +349,7 @@ class Rig:
                 peer=InstanceId(target),
                 first_block=allocated.hit_blocks,
                 block_ids=allocated.block_ids,
+                history=History(Namespace(), token_ids) if is_history else None,
             ),
         )
         sent = self.expect(source, Sent)

@@ -70,8 +70,10 @@ class RankedLink:
         ]
 
     def cancel(self, transfer_id: TransferId) -> None:
+        """Whatever the lanes have done by the time at which they hear of it."""
         for job in self._jobs:
             if job.transfer_id == transfer_id:
+                job.error = job.error or "cancelled"
                 self._cancel_rest(job)
 
     def close(self) -> None:

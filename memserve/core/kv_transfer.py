@@ -1,0 +1,186 @@
+"""The moves of KV that one request makes, as the hub drives them: allocate → transmit → commit.
+
+At most one is open at a time::
+
+    ASKED ──Allocated──▶ ORDERED ──Sent──▶ SENT ──Inserted──▶ over
+      │ Refused             │ TransmitFailed  │ InsertFailed
+      └────────▶ over, without KV ◀───────────┘
+
+`Allocate` goes to the receiver, `Transmit` to the sender, `Commit` or `Cancel` to the receiver. One
+that was ordered, and is late or wanted no more, is *abandoned*: the request goes on without it, but
+its reservation may not be freed while the sender may be writing. So it is kept aside until the
+sender has answered, or is lost.
+
+Collaborator: `lifecycle.py` decides what is moved when, and what follows. Everything here only
+returns what is to be sent. The paper: section 4.2.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from memserve.core.vocabulary import Action, Note, RequestSpec, Seat, Send
+from memserve.messages import (
+    Allocate,
+    Allocated,
+    Cancel,
+    Commit,
+    History,
+    Sent,
+    Transmit,
+    TransmitFailed,
+)
+from memserve.types import Direction, TransferId
+
+
+class TransferState(enum.Enum):
+    """See the module's picture."""
+
+    ASKED = "asked"
+    """`Allocate` is out; nobody may write."""
+    ORDERED = "ordered"
+    """`Transmit` is out; the sender may be writing."""
+    SENT = "sent"
+    """`Commit` is out."""
+
+
+class Transfer(msgspec.Struct):
+    """One move between two instances."""
+
+    id: TransferId
+    direction: Direction
+    sender: Seat
+    receiver: Seat
+    history: History | None
+    """What a sender is to find in its index; None: it is told of the request otherwise."""
+    state: TransferState = TransferState.ASKED
+
+
+class Transfers:
+    """Of one request: the open one, and those that were abandoned."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        self._spec = spec
+        self.open: Transfer | None = None
+        self._abandoned: dict[TransferId, Transfer] = {}
+        """Whose sender was told to stop, and has not answered; of any attempt."""
+
+    @property
+    def are_over(self) -> bool:
+        """Whether nobody writes, or may, for this request."""
+        return self.open is None and not self._abandoned
+
+    # ── the plain course ──────────────────────────────────────────────────────────────────────
+
+    def ask(
+        self,
+        direction: Direction,
+        sender: Seat,
+        receiver: Seat,
+        attempt: int,
+        *,
+        known_tokens: int,
+        token_ids: list[int],
+        is_private: bool,
+        deadline_s: float,
+    ) -> Send:
+        """Let the receiver reserve blocks for these tokens, of which it was told the first ones."""
+        assert self.open is None
+        id = TransferId(f"{self._spec.id}/{direction.value}/{attempt}")
+        is_fetch = direction is Direction.FETCH
+        history = History(self._spec.namespace, token_ids) if is_fetch else None
+        self.open = Transfer(id, direction, sender, receiver, history)
+        command = Allocate(
+            epoch=receiver.epoch,
+            transfer_id=id,
+            request_id=self._spec.id,
+            known_tokens=known_tokens,
+            token_ids=token_ids[known_tokens:],
+            namespace=self._spec.namespace,
+            is_private=is_private,
+            deadline_s=deadline_s,
+        )
+        return Send(receiver.instance, command)
+
+    def order(self, transfer: Transfer, event: Allocated) -> Send:
+        """The reservation stands: the sender may write into it."""
+        transfer.state = TransferState.ORDERED
+        command = Transmit(
+            epoch=transfer.sender.epoch,
+            transfer_id=transfer.id,
+            request_id=self._spec.id,
+            peer=transfer.receiver.instance,
+            first_block=event.hit_blocks,
+            block_ids=event.block_ids,
+            history=transfer.history,
+        )
+        return Send(transfer.sender.instance, command)
+
+    def commit(self, transfer: Transfer, size_bytes: int) -> Send:
+        """The KV is at the receiver."""
+        transfer.state = TransferState.SENT
+        command = Commit(
+            epoch=transfer.receiver.epoch,
+            transfer_id=transfer.id,
+            size_bytes=size_bytes,
+            pin=transfer.direction is not Direction.BACK,
+        )
+        return Send(transfer.receiver.instance, command)
+
+    def close(self) -> None:
+        """The receiver has answered last: it holds nothing for the open transfer any more."""
+        self.open = None
+
+    # ── the other ways to end ─────────────────────────────────────────────────────────────────
+
+    def give_up(self) -> list[Action]:
+        """Go on without the open transfer, if there is one, as its state allows."""
+        transfer, self.open = self.open, None
+        if transfer is None or transfer.state is TransferState.SENT:
+            return []  # the receiver inserts, and history needs no owner
+        if transfer.state is TransferState.ASKED:
+            return [_cancel(transfer, transfer.receiver)]
+        self._abandoned[transfer.id] = transfer
+        # A sender that knows the request is told to forget it, which is next, and stops by that.
+        return [_cancel(transfer, transfer.sender)] if transfer.history is not None else []
+
+    def fail(self, transfer: Transfer) -> list[Action]:
+        """The open transfer's sender has said that nothing will come."""
+        self.open = None
+        return [_cancel(transfer, transfer.receiver)]
+
+    def late_answer(self, event: Sent | TransmitFailed) -> list[Action]:
+        """Of the sender of an abandoned transfer, perhaps: its reservation can be freed."""
+        transfer = self._abandoned.pop(event.transfer_id, None)
+        if transfer is None:
+            return []
+        note = Note("abandoned transfer ended", event.instance)
+        return [note, _cancel(transfer, transfer.receiver)]
+
+    def lost(self, seat: Seat) -> list[Action]:
+        """This life is over: nobody writes for it, or by it, any more."""
+        actions: list[Action] = []
+        for transfer in list(self._abandoned.values()):
+            if seat in (transfer.sender, transfer.receiver):
+                del self._abandoned[transfer.id]
+                if seat == transfer.sender:  # else the sender has its order to stop
+                    actions.append(_cancel(transfer, transfer.receiver))
+        if self.open is not None and seat in (self.open.sender, self.open.receiver):
+            actions += self._open_lost(self.open, seat)
+        return actions
+
+    def _open_lost(self, transfer: Transfer, seat: Seat) -> list[Action]:
+        is_sender = seat == transfer.sender
+        has_sent = transfer.state is TransferState.SENT
+        if has_sent and is_sender:
+            return []  # the bytes are there; the receiver inserts them
+        self.open = None
+        if has_sent:
+            return []  # the sender has answered, and may itself be dead since
+        return [_cancel(transfer, transfer.receiver if is_sender else transfer.sender)]
+
+
+def _cancel(transfer: Transfer, seat: Seat) -> Send:
+    return Send(seat.instance, Cancel(epoch=seat.epoch, transfer_id=transfer.id))

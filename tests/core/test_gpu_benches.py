@@ -1,0 +1,79 @@
+"""What the scripts for GPUs make of their measurements: a mistake there costs a machine's time."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+
+import pytest
+
+from bench import _cuda_processes, gpu_kill, gpu_vs_vllm, swap_vs_tpot
+
+
+def burst(server: str, number: int, tpot_s: float, steady_s: float) -> gpu_vs_vllm.Burst:
+    return gpu_vs_vllm.Burst(server, 8, number, 0.1, tpot_s, steady_s, 1000.0, 0.001)
+
+
+def test_the_steady_period_counts_only_while_all_decode() -> None:
+    first, second = [0.0, 1.0, 2.0, 3.0, 4.0], [1.0, 1.5, 2.0, 2.5, 3.0]
+    # From 1.0 to 3.0: two tokens of the first, four of the second.
+    assert gpu_vs_vllm.steady_period([first, second]) == pytest.approx(2.0 / 3)
+    assert math.isnan(gpu_vs_vllm.steady_period([[0.0, 1.0], [2.0, 3.0]]))
+
+
+def test_ratios_are_taken_within_a_round_and_what_is_not_known_is_left_out() -> None:
+    metrics, rows = gpu_vs_vllm.summary(
+        [
+            burst("memserve", 0, 0.005, math.nan),
+            burst("vllm", 0, 0.004, 0.004),
+            burst("vllm", 1, 0.010, 0.010),
+            burst("memserve", 1, 0.010, 0.011),
+            burst("memserve", 2, 0.100, 0.100),  # the other one was not asked any more
+        ]
+    )
+    assert metrics["tpot_ratio_at_8_least"] == 1.0 and metrics["tpot_ratio_at_8_most"] == 1.25
+    assert metrics["steady_ratio_at_8"] == metrics["steady_ratio_at_8_most"] == 1.1
+    assert [row["server"] for row in rows] == ["memserve", "vllm"]
+
+
+def test_a_phase_is_compared_with_its_neighbours() -> None:
+    phase = swap_vs_tpot.Phase
+    driver = swap_vs_tpot.Driver(argparse.Namespace(seed=1, max_seconds=1.0))
+    driver.plain = {"out": 50e9, "in": 40e9, "both": 30e9}
+    driver.problems = []
+    driver.phases = [
+        phase("nothing", 1.0),
+        phase("out", 1.65, 3.3, out_bytes_per_s=45e9),
+        phase("nothing", 2.0),
+        phase("both", 2.0, 2.0, 30e9, 15e9),
+        phase("nothing", 2.0, error="the requests have ended"),
+    ]
+    metrics, rows = swap_vs_tpot.summary(driver)
+    assert [row["variant"] for row in rows] == ["out"], "a neighbour of the other one failed"
+    assert metrics["out: tpot ratio"] == 1.1
+    assert metrics["out: of plain out"] == 0.9
+    assert metrics["out: longest step / tpot"] == 2.0
+
+
+def test_a_rate_is_that_of_the_copies_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.0, 12.0])
+    monkeypatch.setattr(swap_vs_tpot.time, "perf_counter", lambda: next(times))
+    rate = swap_vs_tpot.Rate()
+    assert rate.bytes_per_s == 0.0
+    for _ in range(3):
+        rate.add(100)
+    assert rate.bytes_per_s == 100.0
+
+
+def test_silence_reaches_to_both_ends() -> None:
+    load = object.__new__(gpu_kill.Load)
+    load.arrivals = [0.5, 1.0, 1.25, 4.0]
+    assert load.longest_silence(1.0, 3.0) == 1.75
+    assert load.longest_silence(0.0, 1.1) == 0.5
+    assert load.longest_silence(2.0, 3.0) == 1.0
+
+
+def test_a_check_that_sees_no_worker_use_a_gpu_says_so() -> None:
+    found, _ = _cuda_processes.faults(os.getpid(), workers=[os.getpid()])
+    assert found == ["no worker shows that it uses a GPU: the check sees nothing here"]
