@@ -51,7 +51,7 @@ DOCUMENTS = 18
 POLICIES = ("cost", "cost_now", "router", "session", "prefix", "least_loaded")
 BOUND_NOW = {"router": "session", "cost_now": "cost"}
 """Those that know no queue in the scheduler."""
-UNBOUNDED = 10**9
+UNBOUNDED = 604_800
 LOADS = (0.2, 0.4, 0.9)
 HOT_LOADS = (0.2, 0.9)
 HOT = 0.7
@@ -164,7 +164,7 @@ def simulate(size: Size, policy: str, calls: Sequence[Call]) -> dict[str, float]
     name, is_bound_now = BOUND_NOW.get(policy, policy), policy in BOUND_NOW
     flags = {"scheduler.policy": ("policy", name)}
     if is_bound_now:
-        flags["scheduler.max_queued_tokens"] = (policy, str(UNBOUNDED))
+        flags["scheduler.max_queued_s"] = (policy, str(UNBOUNDED))
     settings = config.load(flags=flags).config
     cluster = setup.cluster(options, settings, costs, calls)
     result = Simulation(cluster, calls, costs, time.perf_counter).run()

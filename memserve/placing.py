@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import msgspec
+import numpy as np
 
 from memserve.accounting import Members
 from memserve.active import Active
-from memserve.caches import Freshness
 from memserve.core.cost_model import CostModel
-from memserve.core.policies import PolicyName, make_policy
+from memserve.core.loads import Seconds
+from memserve.core.policies import make_policy
 from memserve.core.policy import (
     Demand,
     Fetching,
     Placement,
-    Split,
     can_place,
     session_key,
     with_fetch,
@@ -27,28 +26,8 @@ from memserve.core.policy import (
 from memserve.core.tokens import TOKEN_BYTES
 from memserve.core.tree_parts import Match
 from memserve.core.vocabulary import Fetch, Plan
-from memserve.types import Caching, InstanceId, Role
-
-
-class SchedulerSettings(msgspec.Struct, frozen=True):
-    """The scheduler's part of the configuration."""
-
-    caching: Caching
-    max_attempts: int
-    max_waiting: int
-    wait_timeout_s: float
-    max_running: int
-    max_queued_tokens: int
-    timeline_requests: int
-    freshness: Freshness
-    tree_ttl_s: float
-    tree_max_blocks: int
-    reservation_s: float
-    policy: PolicyName
-    split: Split
-    fetching: Fetching
-    link: str
-    """The kind of the links between instances, as the cost model calls it."""
+from memserve.scheduler_settings import SchedulerSettings
+from memserve.types import InstanceId, Role
 
 
 class Placer:
@@ -74,13 +53,28 @@ class Placer:
         return can_place({self._roles[instance] for instance in instances}, self._split)
 
     def has_room(self) -> bool:
-        """Whether a request could be placed now, on instances that have not enough to do yet."""
-        return can_place(self._members.open_roles, self._split)
+        """Whether some request could be placed now, on instances that have not enough to do yet."""
+        return can_place(self._members.free_roles, self._split)
+
+    def nobody_ahead(self) -> Seconds:
+        """[instances] For the first one of those that wait: see `place`."""
+        return np.zeros(len(self._members.loads.instances))
 
     def place(
-        self, active: Active, match: Match, block_size: int, mean_generated: int, now: float
-    ) -> Plan:
-        """The plan for a request; there must be room. Notes it and its work in `active`."""
+        self,
+        active: Active,
+        match: Match,
+        block_size: int,
+        mean_generated: int,
+        now: float,
+        ahead_s: Seconds,
+    ) -> Plan | None:
+        """The plan for a request; there must be room.
+
+        None: it had better wait for an instance that has enough to do; its work is added to
+        `ahead_s`, what waits for each instance before the next request. Else the plan and the work
+        are noted in `active`.
+        """
         spec, num_tokens = active.lifecycle.spec, active.num_tokens
         path, pending = active.path(block_size), self._members.pending
         demand = Demand(
@@ -93,12 +87,20 @@ class Placer:
             coming_tokens=pending.match(path) if self._caching.prefill_keeps else None,
             may_fetch=self._caching.fetches and self._fetching is not Fetching.NEVER,
             block_size=block_size,
+            ahead_s=ahead_s,
         )
-        placement = self._policy.place(demand, self._members.loads)
+        loads = self._members.loads
+        placement = self._policy.place(demand, loads)
         if demand.may_fetch and self._fetching is Fetching.ALWAYS:
-            placement = with_fetch(placement, demand, self._members.loads)
+            placement = with_fetch(placement, demand, loads)
+        prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
+        first = loads.slots[placement.first]
+        if loads.is_busy[first]:
+            ahead_s[first] += prefill_s
+            return None
+        self._policy.placed(demand, placement)
         active.missing_tokens = num_tokens - placement.cached_tokens
-        active.prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
+        active.prefill_s = prefill_s
         active.timeline.note("placed", now, placement.first, placement.reason)
         plan = self._plan(placement)
         if not plan.first_is_private:

@@ -115,11 +115,16 @@ class CostPolicy:
         reason = self._reason(demand, loads, can, firsts, load_s, first, decode)
         return self._placement(loads, firsts, first, decode, reason)
 
+    def placed(self, demand: Demand, placement: Placement) -> None:
+        """See `Policy`: there is nothing to remember."""
+
     # ── computing the prompt ──────────────────────────────────────────────────────────────────
 
     def _firsts(self, demand: Demand, loads: Loads) -> _Firsts:
         cached = demand.found()
         queue_s = loads.queue_s(demand.now)
+        if demand.ahead_s is not None:
+            queue_s = queue_s + demand.ahead_s
         exec_s = self._exec_s(demand, cached)
         chunk_s = self._cost.exec_s(self._chunk_tokens)
         num_decoding = loads.num_requests - loads.num_prefills

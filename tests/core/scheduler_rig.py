@@ -14,7 +14,8 @@ from memserve.core.profile import ModelShape
 from memserve.core.vocabulary import RequestSpec, Seat
 from memserve.errors import MemServeError
 from memserve.messages import AnyCommand, AnyEvent, PeerJoined, PeerLost, SendSnapshot
-from memserve.scheduler import GlobalScheduler, SchedulerSettings
+from memserve.scheduler import GlobalScheduler
+from memserve.scheduler_settings import SchedulerSettings
 from memserve.types import Caching, Geometry, InstanceId, Namespace, RequestId, Role
 from tests.core.worker_model import BLOCK_SIZE, Choices, Truth, WorkerModel
 
@@ -34,7 +35,7 @@ SETTINGS = SchedulerSettings(
     max_waiting=4,
     wait_timeout_s=60.0,
     max_running=2,
-    max_queued_tokens=1000,
+    max_queued_s=1000.0,
     timeline_requests=100,
     freshness="events",
     tree_ttl_s=3600.0,

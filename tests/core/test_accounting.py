@@ -50,7 +50,7 @@ class Books:
             P1.instance: Role.PREFILL,
             D0.instance: Role.DECODE,
         }
-        self.members = Members(roles, self.cost, max_running=4, max_queued_tokens=1000)
+        self.members = Members(roles, self.cost, max_running=4, max_queued_s=1.0)
         for seat in (P0, P1, D0):
             self.members.add(seat, roles[seat.instance])
 
