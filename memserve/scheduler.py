@@ -67,7 +67,7 @@ from memserve.types import InstanceId, RequestId, Role
 
 logger = logging.getLogger(__name__)
 
-_LOOKED_AT = 16
+_LOOKED_AT = 8
 """Of those that wait, so many are considered at a time: placing takes a while for each."""
 
 

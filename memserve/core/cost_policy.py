@@ -20,9 +20,14 @@ An instance that generates adds to its steps, for all of its n requests:
     load = expected tokens · ((n + 1) · step(n + 1) - n · step(n))
 
 A request that runs whole also keeps the n requests of its instance waiting while it is computed; a
-split one has to hand over what D lacks. The least sum wins. Instances whose pool has no room for
-the request count only if none has. Near ties go to who need not fetch, then to the fewest requests,
-then to the emptiest pool.
+split one has to hand over what D lacks. Whoever comes later waits too while a prompt is computed:
+about as many as an instance has to compute in the mean now, the followers, so exec counts for each
+of them. Idle instances may compute one prefix twice to save a moment; busy ones had better queue
+for it or fetch it.
+
+The least sum wins. Instances whose pool has no room for the request count only if none has. Near
+ties go to who need not fetch, then to the fewest requests, then to the emptiest pool. Instances that
+are busy count like others: their queue, and what waits for them at the scheduler, is in the sum.
 """
 
 from __future__ import annotations
@@ -61,8 +66,10 @@ class _Firsts(msgspec.Struct):
     cached: Counts
     queue_s: Seconds
     exec_s: Seconds
-    num_waiting: Counts
-    """Requests that wait while the prompt is computed: its own, and those that generate there."""
+    num_followers: float
+    num_waiting: Seconds
+    """Requests that wait while the prompt is computed: its own, those that generate there, and the
+    followers."""
     total_s: Seconds
     """For all of them."""
     step_s: Seconds
@@ -97,7 +104,7 @@ class CostPolicy:
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
         can = eligible(loads, self._split, whole_on_decode=self._whole_on_decode)
-        firsts = self._firsts(demand, loads)
+        firsts = self._firsts(demand, loads, can)
         load_s = self._load_s(demand, loads)
         has_room = loads.free_tokens >= demand.num_tokens + demand.expected_tokens
         is_fetched = firsts.fetched > 0
@@ -120,7 +127,7 @@ class CostPolicy:
 
     # ── computing the prompt ──────────────────────────────────────────────────────────────────
 
-    def _firsts(self, demand: Demand, loads: Loads) -> _Firsts:
+    def _firsts(self, demand: Demand, loads: Loads, can: Eligible) -> _Firsts:
         cached = demand.found()
         queue_s = loads.queue_s(demand.now)
         if demand.ahead_s is not None:
@@ -128,14 +135,17 @@ class CostPolicy:
         exec_s = self._exec_s(demand, cached)
         chunk_s = self._cost.exec_s(self._chunk_tokens)
         num_decoding = loads.num_requests - loads.num_prefills
+        num_followers = _followers(loads, can)
+        num_waiting: Seconds = num_decoding + (1 + num_followers)
         decode_s = np.where(num_decoding > 0, loads.step_s, 0.0)
         count = len(cached)
         firsts = _Firsts(
             cached=cached,
             queue_s=queue_s,
             exec_s=exec_s,
-            num_waiting=num_decoding + 1,
-            total_s=queue_s + exec_s * (num_decoding + 1),
+            num_followers=num_followers,
+            num_waiting=num_waiting,
+            total_s=queue_s + exec_s * num_waiting,
             step_s=np.minimum(queue_s, chunk_s) + decode_s,
             rest_s=np.minimum(queue_s, chunk_s / 2) + decode_s / 2,
             fetch_s=np.zeros(count),
@@ -282,8 +292,15 @@ class CostPolicy:
             "policy": self.name,
             "tokens": demand.num_tokens,
             "expected_tokens": demand.expected_tokens,
+            "followers": round(firsts.num_followers, 2),
             "candidates": candidates,
         }
+
+
+def _followers(loads: Loads, can: Eligible) -> float:
+    """Prompts that wait on an instance that computes some, in the mean."""
+    firsts = can.whole | can.prefill
+    return float(loads.num_prefills[firsts].sum() / np.count_nonzero(firsts))
 
 
 def _argmin(values: Seconds | Counts) -> int:

@@ -13,7 +13,7 @@ from memserve.core.policy import Fetching, Split
 from memserve.core.profile import ModelShape
 from memserve.core.vocabulary import RequestSpec, Seat
 from memserve.errors import MemServeError
-from memserve.messages import AnyCommand, AnyEvent, PeerJoined, PeerLost, SendSnapshot
+from memserve.messages import AnyCommand, AnyEvent, PeerJoined, PeerLost, Prefill, SendSnapshot
 from memserve.scheduler import GlobalScheduler
 from memserve.scheduler_settings import SchedulerSettings
 from memserve.types import Caching, Geometry, InstanceId, Namespace, RequestId, Role
@@ -29,6 +29,8 @@ SHAPE = ModelShape(
     intermediate=128,
     vocab=1000,
 )
+PROMPT_S = CostModel(built_in(SHAPE, "cpu")).exec_s(5)
+"""Of computing a prompt of these tests: the floor of a step."""
 SETTINGS = SchedulerSettings(
     caching=Caching.FULL,
     max_attempts=3,
@@ -74,10 +76,22 @@ class Rig:
 
     # ── the front end ─────────────────────────────────────────────────────────────────────────
 
-    def submit(self, name: str, *, client: str = "", priority: int = 0, length: int = 5) -> None:
+    def submit(
+        self,
+        name: str,
+        *,
+        client: str = "",
+        priority: int = 0,
+        length: int = 5,
+        first_token: int = 0,
+    ) -> None:
         number = len(self.truths) + 1
         id = RequestId(name)
-        truth = Truth(list(range(length)), [1000 * number + i for i in range(4)], False)
+        truth = Truth(
+            list(range(first_token, first_token + length)),
+            [1000 * number + i for i in range(4)],
+            False,
+        )
         self.truths[id] = truth
         self.tokens[id] = []
         spec = RequestSpec(
@@ -178,7 +192,13 @@ class Rig:
 
     def placed(self) -> list[str]:
         """The requests that were placed, in order."""
-        return [c.request_id for _, c in self.sent if type(c).__name__ == "Prefill"]
+        return [c.request_id for _, c in self.sent if isinstance(c, Prefill)]
+
+    def instance_of(self, name: str) -> str:
+        """Where the request was placed last."""
+        return [
+            s.instance for s, c in self.sent if isinstance(c, Prefill) and c.request_id == name
+        ][-1]
 
     def check_quiet(self) -> None:
         """Nobody holds anything, and nothing is charged to anybody."""

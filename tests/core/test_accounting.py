@@ -50,7 +50,7 @@ class Books:
             P1.instance: Role.PREFILL,
             D0.instance: Role.DECODE,
         }
-        self.members = Members(roles, self.cost, max_running=4, max_queued_s=1.0)
+        self.members = Members(roles, self.cost, max_running=4, max_queued_s=1.5)
         for seat in (P0, P1, D0):
             self.members.add(seat, roles[seat.instance])
 
@@ -137,13 +137,17 @@ def test_enough_is_enough_and_room_comes_back() -> None:
     books = Books()
     lives = [books.request(name) for name in "ab"]
     books.charge(lives[0], 0.0)
-    assert books.members.open_roles == {Role.PREFILL, Role.DECODE}
-    books.charge(lives[1], 0.0)  # 1,200 tokens wait on P0, P1 is open
-    assert not books.members.loads.is_open[0]
-    assert books.members.open_roles == {Role.PREFILL, Role.DECODE}
+    assert not books.members.has_busy
+    books.charge(lives[1], 0.0)  # two prompts are more than the bound; P1 has none
+    assert books.members.loads.is_busy.tolist() == [True, False, False]
+    assert books.members.loads.is_open.all(), "four requests may be there"
+    assert books.members.free_roles == {Role.PREFILL, Role.DECODE}
+    books.members.remove(P1)
+    assert books.members.free_roles == {Role.DECODE}
     lives[0].step(ClientCancelled())
     books.charge(lives[0], 1.0)
-    assert books.members.loads.is_open[0]
+    assert not books.members.has_busy
+    assert books.members.free_roles == {Role.PREFILL, Role.DECODE}
 
 
 def test_a_prefill_that_ran_alone_corrects_the_cost_model() -> None:

@@ -84,7 +84,9 @@ class Cluster:
         return self.policy.place(self.demand(*args, **changes), self.loads)
 
     def chosen(self, *args: Any, **changes: Any) -> tuple[str, str | None]:
-        placement = self.place(*args, **changes)
+        demand = self.demand(*args, **changes)
+        placement = self.policy.place(demand, self.loads)
+        self.policy.placed(demand, placement)
         return placement.first, placement.decode
 
 
@@ -404,9 +406,10 @@ def test_the_cost_policy_explains_a_fetch_in_seconds() -> None:
     assert placement.first == "P1"
     holder, chosen = terms(placement, "P0"), terms(placement, "P1")
     assert holder["queue_s"] == pytest.approx(4 * cluster.cost.exec_s(100), abs=1e-6)
-    assert holder["total_s"] == pytest.approx(holder["queue_s"] + holder["exec_s"], abs=2e-6)
+    assert placement.reason["followers"] == 2, "4 prompts on 2 instances"
+    assert holder["total_s"] == pytest.approx(holder["queue_s"] + 3 * holder["exec_s"], abs=4e-6)
     assert (chosen["fetch_from"], chosen["fetch_tokens"]) == ("P0", 992)
-    assert chosen["total_s"] == pytest.approx(chosen["fetch_s"] + chosen["exec_s"], abs=2e-6)
+    assert chosen["total_s"] == pytest.approx(chosen["fetch_s"] + 3 * chosen["exec_s"], abs=4e-6)
     assert terms(placement, "D0")["load_s"] > 0
 
 
@@ -553,7 +556,10 @@ class Naive:
         before_s = count * cost.decode_step_s(count, context)
         after_s = (count + 1) * cost.decode_step_s(count + 1, context + 1000)
         stalled = int(loads.num_requests[slot] - loads.num_prefills[slot])
-        seconds = start + exec_s * (1 + stalled) + 64 * (after_s - before_s)
+        open_firsts = [n for n in NAMES if n[0] == "P" and loads.is_open[self.slot(n)]]
+        followers = sum(int(loads.num_prefills[self.slot(n)]) for n in open_firsts)
+        waiting = 1 + stalled + followers / len(open_firsts)
+        seconds = start + exec_s * waiting + 64 * (after_s - before_s)
         if decode is None:
             return seconds
         missing = max(992 - self.held[decode], 0)

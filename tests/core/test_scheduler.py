@@ -10,10 +10,11 @@ from memserve.core.vocabulary import Seat
 from memserve.errors import OverloadedError, UnavailableError
 from memserve.messages import CacheChanged, SendSnapshot
 from memserve.types import InstanceId, RequestId, Role
-from tests.core.scheduler_rig import Rig
+from tests.core.scheduler_rig import PROMPT_S, Rig
 
 PAIR = {"P0": Role.PREFILL, "D0": Role.DECODE}
 ONE = {"PD0": Role.COLOCATED}
+TWO = ONE | {"PD1": Role.COLOCATED}
 MANY = PAIR | {"P1": Role.PREFILL, "D1": Role.DECODE, "PD0": Role.COLOCATED}
 
 
@@ -45,16 +46,56 @@ def test_more_than_an_instance_may_run_waits_here() -> None:
 
 
 def test_a_long_queue_of_prompts_is_kept_here_too() -> None:
-    rig = rig_of(ONE, max_running=100, max_queued_tokens=8)
+    rig = rig_of(ONE, max_running=100, max_queued_s=1.5 * PROMPT_S)
     for number in range(4):
         rig.submit(str(number), length=7)
-    assert rig.placed() == ["0", "1"], "7 tokens are below the bound, 14 are not"
+    assert rig.placed() == ["0", "1"], "one prompt is below the bound, two are not"
     rig.run()
     assert len(rig.placed()) == 4
 
 
+def test_a_request_waits_for_a_busy_instance_if_that_is_better_and_lets_others_pass() -> None:
+    rig = rig_of(TWO, policy="session", max_running=100, max_queued_s=0.5 * PROMPT_S)
+    rig.submit("first")
+    assert (rig.placed(), rig.instance_of("first")) == (["first"], "PD0")
+    rig.submit("same session")
+    rig.submit("other", first_token=50)
+    assert rig.placed() == ["first", "other"]
+    assert rig.instance_of("other") == "PD1"
+    assert rig.scheduler.counters().waiting == 1
+    rig.run()
+    assert rig.instance_of("same session") == "PD0"
+    assert set(rig.ended.values()) == {"final"}
+    rig.check_quiet()
+
+
+def test_only_some_of_those_who_wait_are_looked_at_and_nobody_is_forgotten() -> None:
+    rig = rig_of(
+        TWO, policy="session", max_running=100, max_queued_s=0.5 * PROMPT_S, max_waiting=99
+    )
+    rig.submit("first")
+    for number in range(20):
+        rig.submit(f"same session {number}")
+    rig.submit("other", first_token=50)
+    assert rig.placed() == ["first"], "behind more than are looked at"
+    rig.run()
+    assert rig.placed()[1:3] == ["same session 0", "same session 1"], "in order"
+    assert len(rig.placed()) == 22 and set(rig.ended.values()) == {"final"}
+    rig.check_quiet()
+
+
+def test_who_waits_by_choice_counts_for_the_bound() -> None:
+    rig = rig_of(TWO, policy="session", max_queued_s=0.5 * PROMPT_S, max_waiting=1)
+    rig.submit("first")
+    rig.submit("same session")
+    with pytest.raises(OverloadedError):
+        rig.submit("other", first_token=50)
+    rig.run()
+    assert set(rig.ended.values()) == {"final"}
+
+
 def test_a_prompt_above_the_bound_is_served_alone() -> None:
-    rig = rig_of(ONE, max_queued_tokens=8)
+    rig = rig_of(ONE, max_queued_s=0.1 * PROMPT_S)
     rig.submit("long", length=50)
     rig.run()
     assert rig.ended == {"long": "final"}
@@ -188,7 +229,7 @@ def test_missed_changes_of_a_cache_are_asked_for() -> None:
 @given(st.binary(max_size=400), st.sampled_from(["events", "ttl"]))
 def test_the_books_agree_whatever_happens(data: bytes, freshness: str) -> None:
     """Submits, cancels, deaths and returns at any moment; at the end nobody is owed anything."""
-    rig = Rig(MANY, data, freshness=freshness, max_running=1, max_queued_tokens=12)
+    rig = Rig(MANY, data, freshness=freshness, max_running=2, max_queued_s=0.5 * PROMPT_S)
     rig.start()
     for worker in rig.workers.values():
         worker.faults_left = 2
