@@ -23,7 +23,7 @@ from memserve.core.policy import (
     session_key,
     with_fetch,
 )
-from memserve.core.tokens import TOKEN_BYTES
+from memserve.core.tokens import TOKEN_BYTES, Path
 from memserve.core.tree_parts import Match
 from memserve.core.vocabulary import Fetch, Plan
 from memserve.scheduler_settings import SchedulerSettings
@@ -63,20 +63,20 @@ class Placer:
     def place(
         self,
         active: Active,
+        path: Path,
         match: Match,
-        block_size: int,
         mean_generated: int,
         now: float,
         ahead_s: Seconds,
     ) -> Plan | None:
-        """The plan for a request; there must be room.
+        """The plan for a request with this path; there must be room.
 
         None: it had better wait for an instance that has enough to do; its work is added to
         `ahead_s`, what waits for each instance before the next request. Else the plan and the work
         are noted in `active`.
         """
         spec, num_tokens = active.lifecycle.spec, active.num_tokens
-        path, pending = active.path(block_size), self._members.pending
+        block_size, pending = path.block_size, self._members.pending
         demand = Demand(
             num_tokens=num_tokens,
             cached_tokens=match.cached_tokens,

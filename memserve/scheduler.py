@@ -67,8 +67,8 @@ from memserve.types import InstanceId, RequestId, Role
 
 logger = logging.getLogger(__name__)
 
-_LOOKED_AT = 8
-"""Of those that wait, so many are considered at a time: placing takes a while for each."""
+_LOOKED_AT = 4
+"""Of those that wait, so many are considered at a time: placing each takes a while."""
 
 
 class GlobalScheduler:
@@ -95,8 +95,8 @@ class GlobalScheduler:
         self._limits: Limits | None = None
         self._requests: dict[RequestId, Active] = {}
         self._queue = AdmissionQueue(settings.max_waiting)
-        self._fruitless: tuple[int, int] | None = None
-        """What `_changes` was when nobody's place was free."""
+        self._fruitless: int | None = None
+        """How many changes there had been when nobody's place was free."""
         self._timelines = TimelineStore(settings.timeline_requests)
         self._traffic = Traffic(self._members.loads)
         self._totals = Totals()
@@ -307,13 +307,12 @@ class GlobalScheduler:
 
     def _admit(self) -> None:
         """Place those whose turn it is, while there is room where they had better be."""
-        while self._queue and self._placer.has_room() and self._fruitless != self._changes:
+        while self._queue and self._placer.has_room():
+            changes = self._members.num_changes + self._queue.num_changes
+            if changes == self._fruitless:
+                return
             if not self._place_next():
-                self._fruitless = self._changes
-
-    @property
-    def _changes(self) -> tuple[int, int]:
-        return self._members.num_changes, self._queue.num_changes
+                self._fruitless = changes
 
     def _place_next(self) -> bool:
         """Place those of the next ones whose place is free; whether there was one."""
@@ -327,10 +326,9 @@ class GlobalScheduler:
     def _place(self, active: Active, ahead_s: Seconds) -> bool:
         """Give the request its instances, if they are free (`Placer.place`)."""
         assert self._caches is not None and self._limits is not None
-        now, block_size = self._clock(), self._limits.block_size
-        match = self._caches.match(active.path(block_size))
-        mean_generated = self._totals.mean_generated_tokens
-        plan = self._placer.place(active, match, block_size, mean_generated, now, ahead_s)
+        now, path = self._clock(), active.path(self._limits.block_size)
+        generates = self._totals.mean_generated_tokens
+        plan = self._placer.place(active, path, self._caches.match(path), generates, now, ahead_s)
         if plan is None:
             return False
         self._queue.take(active.lifecycle.spec.id, now)

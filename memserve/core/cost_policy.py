@@ -21,13 +21,13 @@ An instance that generates adds to its steps, for all of its n requests:
 
 A request that runs whole also keeps the n requests of its instance waiting while it is computed; a
 split one has to hand over what D lacks. Whoever comes later waits too while a prompt is computed:
-about as many as an instance has to compute in the mean now, the followers, so exec counts for each
-of them. Idle instances may compute one prefix twice to save a moment; busy ones had better queue
-for it or fetch it.
+about as many as an instance has to compute in the median now, the followers, so exec counts for
+each of them. Idle instances may compute one prefix twice to save a moment; with work everywhere it
+is better queued for, or fetched.
 
 The least sum wins. Instances whose pool has no room for the request count only if none has. Near
-ties go to who need not fetch, then to the fewest requests, then to the emptiest pool. Instances that
-are busy count like others: their queue, and what waits for them at the scheduler, is in the sum.
+ties go to who need not fetch, then to the fewest requests, then to the emptiest pool. Busy
+instances count as others do: their queues, and what waits for them at the scheduler, are in it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from memserve.core.policy import (
     eligible,
 )
 from memserve.core.timeline import Detail, Number
+from memserve.types import COPIED_PORTION_BYTES, COPYING_LINKS
 
 _TIE = 0.01
 _TIE_S = 50e-6
@@ -54,8 +55,6 @@ _FEW = 128
 _MOST = np.iinfo(np.int64).max
 _SHOWN = 3
 """Candidates of each kind that a reason shows."""
-_PORTION_BYTES = 32 << 20
-"""What a link that copies in the engine's thread copies between two steps (`links/shm.py`)."""
 _ROUND_TRIPS_S = 1e-3
 """Of a fetch: reserving and ordering, over the control channel."""
 
@@ -66,8 +65,8 @@ class _Firsts(msgspec.Struct):
     cached: Counts
     queue_s: Seconds
     exec_s: Seconds
-    num_followers: float
-    num_waiting: Seconds
+    num_followers: int
+    num_waiting: Counts
     """Requests that wait while the prompt is computed: its own, those that generate there, and the
     followers."""
     total_s: Seconds
@@ -95,7 +94,7 @@ class CostPolicy:
         cost.transfer_s(1, link)
         self._cost = cost
         self._link = cost.profile.links[link]
-        self._is_in_turn = link == "shm"
+        self._is_in_turn = link in COPYING_LINKS
         self._split = split
         self._whole_on_decode = is_calibrated
         self._token_bytes = cost.kv_bytes(1)
@@ -136,7 +135,7 @@ class CostPolicy:
         chunk_s = self._cost.exec_s(self._chunk_tokens)
         num_decoding = loads.num_requests - loads.num_prefills
         num_followers = _followers(loads, can)
-        num_waiting: Seconds = num_decoding + (1 + num_followers)
+        num_waiting = num_decoding + (1 + num_followers)
         decode_s = np.where(num_decoding > 0, loads.step_s, 0.0)
         count = len(cached)
         firsts = _Firsts(
@@ -207,7 +206,7 @@ class CostPolicy:
         fixed_s = _ROUND_TRIPS_S + float(firsts.rest_s[source]) + self._link.fixed_s
         fetch_s = fixed_s + firsts.rest_s + size_bytes / self._link.bytes_per_s
         if step_s:
-            turns = size_bytes // _PORTION_BYTES if self._is_in_turn else 1
+            turns = size_bytes // COPIED_PORTION_BYTES if self._is_in_turn else 1
             fetch_s = fetch_s + turns * step_s
         exec_s = self._cost.exec_s(demand.num_tokens, num_tokens)
         total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s * firsts.num_waiting
@@ -292,15 +291,16 @@ class CostPolicy:
             "policy": self.name,
             "tokens": demand.num_tokens,
             "expected_tokens": demand.expected_tokens,
-            "followers": round(firsts.num_followers, 2),
+            "followers": firsts.num_followers,
             "candidates": candidates,
         }
 
 
-def _followers(loads: Loads, can: Eligible) -> float:
-    """Prompts that wait on an instance that computes some, in the mean."""
-    firsts = can.whole | can.prefill
-    return float(loads.num_prefills[firsts].sum() / np.count_nonzero(firsts))
+def _followers(loads: Loads, can: Eligible) -> int:
+    """Prompts that an instance which computes some has to compute: the (lower) median."""
+    waiting = loads.num_prefills[can.whole | can.prefill]
+    middle = (len(waiting) - 1) // 2
+    return int(np.partition(waiting, middle)[middle])
 
 
 def _argmin(values: Seconds | Counts) -> int:

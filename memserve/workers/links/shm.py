@@ -15,14 +15,12 @@ import msgspec
 
 from memserve.errors import TransferError
 from memserve.messages import PeerJoined
-from memserve.types import BlockId, Geometry, TransferId
+from memserve.types import COPIED_PORTION_BYTES, BlockId, Geometry, TransferId
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.base import Completion, Piece, plan_pieces
 
 KIND = "shm"
 """Key of the buffer's address in `Ready.addresses` and `PeerJoined.addresses`."""
-
-_POLL_BYTES = 32 << 20  # 3 ms at the 10 GB/s of one core; a decode step takes ten times as long
 
 
 class _Job(msgspec.Struct):
@@ -43,7 +41,7 @@ class ShmLink:
         target: KvBuffer,
         target_geometry: Geometry,
         *,
-        poll_bytes: int = _POLL_BYTES,
+        poll_bytes: int = COPIED_PORTION_BYTES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Takes over `target`, not `source`.
