@@ -23,6 +23,8 @@ class Active(msgspec.Struct):
     """Prompt tokens that its first instance has to compute, as far as the tree knows."""
     prefill_s: float = 0.0
     """How long it takes for that, by the cost model."""
+    has_waited: bool = False
+    """For a busy instance, though there was room elsewhere."""
 
     @property
     def num_tokens(self) -> int:

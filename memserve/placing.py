@@ -73,7 +73,7 @@ class Placer:
 
         None: it had better wait for an instance that has enough to do; its work is added to
         `ahead_s`, what waits for each instance before the next request. Else the plan and the work
-        are noted in `active`.
+        are noted in `active`; both decisions with their reasons in its timeline.
         """
         spec, num_tokens = active.lifecycle.spec, active.num_tokens
         block_size, pending = path.block_size, self._members.pending
@@ -97,6 +97,9 @@ class Placer:
         first = loads.slots[placement.first]
         if loads.is_busy[first]:
             ahead_s[first] += prefill_s
+            if not active.has_waited:
+                active.has_waited = True
+                active.timeline.note("waits", now, placement.first, placement.reason)
             return None
         self._policy.placed(demand, placement)
         active.missing_tokens = num_tokens - placement.cached_tokens

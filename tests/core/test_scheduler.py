@@ -65,6 +65,11 @@ def test_a_request_waits_for_a_busy_instance_if_that_is_better_and_lets_others_p
     assert rig.scheduler.counters().waiting == 1
     rig.run()
     assert rig.instance_of("same session") == "PD0"
+    timeline = rig.scheduler.timeline(RequestId("same session"))
+    assert timeline is not None
+    (waits,) = [step for step in timeline.steps if step.name == "waits"]
+    assert waits.instance == "PD0" and waits.detail is not None
+    assert waits.detail.keys() == {"policy", "tokens", "candidates"}
     assert set(rig.ended.values()) == {"final"}
     rig.check_quiet()
 
