@@ -14,7 +14,7 @@ this is a reading of it:
 - Requests arrive by a Poisson process, each from one of the sessions at random. All sessions are
   open from the beginning, or (`think`) only as many as make a request every so many seconds.
 - Sizes: what fits Llama-2-13B's context of 4,096, and whole documents (as if it had been
-  stretched), both on the paper's machine (8 H800, TP=2); whole documents with Llama-3.1-8B on H200s.
+  stretched), both on the paper's machine (8 H800, TP=2); whole ones with Llama-3.1-8B on H200s.
 - `load`: the work of computing the documents once per session, over what three instances can do.
 
 `router` is session affinity as a router in front of engines has it, the paper's baseline: a request
