@@ -86,9 +86,9 @@ class Members:
         return {role for role, count in self._num_free.items() if count}
 
     @property
-    def has_busy(self) -> bool:
-        """Whether an instance has so much to compute that requests wait for it."""
-        return bool(self.loads.is_busy.any())
+    def is_waited_for(self) -> bool:
+        """Whether an instance is busy, or fetches: requests may wait for it by choice."""
+        return bool(self.loads.is_busy.any() or self.loads.num_fetching.any())
 
     def add(self, seat: Seat, role: Role) -> None:
         self._members[seat.instance] = _Member(seat, role)
@@ -115,6 +115,8 @@ class Members:
         """
         if not _is_prefilling(lifecycle):
             self.pending.remove(lifecycle.spec.id)
+        elif lifecycle.phase is not Phase.FETCH:
+            self.pending.fetched(lifecycle.spec.id)
         before = self._charges.pop(lifecycle.spec.id, ())
         after = _charges(lifecycle, missing_tokens, prefill_s, self._cost)
         if after:
@@ -202,7 +204,8 @@ def _charges(
         return ()
     context_tokens = len(lifecycle.spec.prompt_token_ids)
     running = Share(context_tokens)
-    prefilling = Share(context_tokens, prefill_s, missing_tokens)
+    is_fetching = lifecycle.phase is Phase.FETCH
+    prefilling = Share(context_tokens, prefill_s, missing_tokens, is_fetching)
     if lifecycle.phase not in _FIRST_PHASES:
         seat = plan.decode or plan.first
         if not lifecycle.is_decode_cold:

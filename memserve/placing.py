@@ -71,12 +71,14 @@ class Placer:
     ) -> Plan | None:
         """The plan for a request with this path; there must be room.
 
-        None: it had better wait for an instance that has enough to do; its work is added to
-        `ahead_s`, what waits for each instance before the next request. Else the plan and the work
+        None: it had better wait for an instance that has enough to do, or is fetching what it
+        needs; its work is added to `ahead_s`, what waits for each instance before the next request.
+        Else the plan and the work
         are noted in `active`; both decisions with their reasons in its timeline.
         """
         spec, num_tokens = active.lifecycle.spec, active.num_tokens
         block_size, pending = path.block_size, self._members.pending
+        coming = pending.match(path) if self._caching.prefill_keeps else None
         demand = Demand(
             num_tokens=num_tokens,
             cached_tokens=match.cached_tokens,
@@ -84,7 +86,7 @@ class Placer:
             expected_tokens=min(active.lifecycle.remaining_tokens, mean_generated),
             session=session_key(spec.session, active.packed, block_size * TOKEN_BYTES),
             now=now,
-            coming_tokens=pending.match(path) if self._caching.prefill_keeps else None,
+            coming_tokens=None if coming is None else coming.tokens,
             may_fetch=self._caching.fetches and self._fetching is not Fetching.NEVER,
             block_size=block_size,
             ahead_s=ahead_s,
@@ -95,7 +97,9 @@ class Placer:
             placement = with_fetch(placement, demand, loads)
         prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
         first = loads.slots[placement.first]
-        if loads.is_busy[first]:
+        relies_on_it = placement.cached_tokens > demand.reusable()[first]
+        is_under_way = coming is not None and coming.is_fetched[first] and placement.fetch is None
+        if loads.is_busy[first] or (is_under_way and relies_on_it):
             ahead_s[first] += prefill_s
             if not active.has_waited:
                 active.has_waited = True
@@ -107,7 +111,7 @@ class Placer:
         active.timeline.note("placed", now, placement.first, placement.reason)
         plan = self._plan(placement)
         if not plan.first_is_private:
-            pending.add(spec.id, placement.first, path)
+            pending.add(spec.id, placement.first, path, is_fetched=plan.fetch is not None)
         return plan
 
     def _plan(self, placement: Placement) -> Plan:

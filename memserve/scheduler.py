@@ -298,7 +298,7 @@ class GlobalScheduler:
             id for id, active in self._requests.items() if active.lifecycle.phase is Phase.UNPLACED
         }
         assert unplaced == set(self._queue.waiting())
-        waits_in_vain = self._queue and self._placer.has_room() and not self._members.has_busy
+        waits_in_vain = self._queue and self._placer.has_room() and not self._members.is_waited_for
         assert not waits_in_vain, "somebody waits though there is room everywhere"
         assert self.idle.is_set() == (not self._requests)
         self._members.check_integrity({id: a.lifecycle for id, a in self._requests.items()})

@@ -19,8 +19,9 @@ An instance that generates adds to its steps, for all of its n requests:
 
     load = expected tokens · ((n + 1) · step(n + 1) - n · step(n))
 
-A request that runs whole also keeps the n requests of its instance waiting while it is computed; a
-split one has to hand over what D lacks. Whoever comes later waits too while a prompt is computed:
+A request that runs whole also keeps the n requests of its instance waiting while it is computed;
+any keeps those waiting that still fetch there, for it overtakes them. A split one has to hand over
+what D lacks. Whoever comes later waits too while a prompt is computed:
 about as many as an instance has to compute in the median now, the followers, so exec counts for
 each of them. Idle instances may compute one prefix twice to save a moment; with work everywhere it
 is better queued for, or fetched.
@@ -67,8 +68,8 @@ class _Firsts(msgspec.Struct):
     exec_s: Seconds
     num_followers: int
     num_waiting: Counts
-    """Requests that wait while the prompt is computed: its own, those that generate there, and the
-    followers."""
+    """Requests that wait while the prompt is computed: its own, those that generate or fetch there,
+    and the followers."""
     total_s: Seconds
     """For all of them."""
     step_s: Seconds
@@ -135,7 +136,7 @@ class CostPolicy:
         chunk_s = self._cost.exec_s(self._chunk_tokens)
         num_decoding = loads.num_requests - loads.num_prefills
         num_followers = _followers(loads, can)
-        num_waiting = num_decoding + (1 + num_followers)
+        num_waiting = num_decoding + loads.num_fetching + (1 + num_followers)
         decode_s = np.where(num_decoding > 0, loads.step_s, 0.0)
         count = len(cached)
         firsts = _Firsts(

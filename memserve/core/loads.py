@@ -33,6 +33,8 @@ class Share(msgspec.Struct, frozen=True):
     """Of computing its prompt, which has not ended."""
     queued_tokens: int = 0
     """Of the prompt, still to be computed."""
+    is_fetching: bool = False
+    """Before that can begin."""
 
 
 class Loads:
@@ -54,6 +56,8 @@ class Loads:
         self.num_requests: Counts = np.zeros(count, np.int64)
         self.num_prefills: Counts = np.zeros(count, np.int64)
         """Of those: whose prompt is not computed yet."""
+        self.num_fetching: Counts = np.zeros(count, np.int64)
+        """Of those: who fetch, and are not in the engine's queue yet."""
         self.queued_tokens: Counts = np.zeros(count, np.int64)
         self.context_tokens: Counts = np.zeros(count, np.int64)
         self.free_tokens: Counts = np.full(count, _UNKNOWN, np.int64)
@@ -87,6 +91,7 @@ class Loads:
         for counts in (
             self.num_requests,
             self.num_prefills,
+            self.num_fetching,
             self.queued_tokens,
             self.context_tokens,
         ):
@@ -105,7 +110,7 @@ class Loads:
     def remove(self, instance: InstanceId, share: Share, now: float) -> None:
         """What was added before has been done, or given up."""
         slot = self.slots[instance]
-        if share.prefill_s:
+        if share.prefill_s and not share.is_fetching:
             self._head_since[slot] = now
         self._count(slot, share, -1)
 
@@ -113,6 +118,7 @@ class Loads:
         self.num_requests[slot] += sign
         self.context_tokens[slot] += sign * share.context_tokens
         self.queued_tokens[slot] += sign * share.queued_tokens
+        self.num_fetching[slot] += sign * share.is_fetching
         if share.prefill_s:
             self.num_prefills[slot] += sign
             self.prefill_s[slot] += sign * share.prefill_s
@@ -151,6 +157,7 @@ class Loads:
         """Raises: AssertionError if the arrays contradict each other."""
         assert not ((self.is_open | self.is_busy) & ~self.is_ready).any()
         assert (self.num_prefills >= 0).all() and (self.num_prefills <= self.num_requests).all()
+        assert (self.num_fetching >= 0).all() and (self.num_fetching <= self.num_prefills).all()
         for counts in (self.queued_tokens, self.context_tokens):
             assert (counts >= 0).all() and not counts[self.num_requests == 0].any()
         assert (self.sending_bytes >= 0).all() and (self.receiving_bytes >= 0).all()

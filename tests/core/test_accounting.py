@@ -66,7 +66,9 @@ class Books:
         life = RequestLifecycle(spec, Limits(block_size=16, max_attempts=3, reservation_s=30.0))
         fields = {"first_is_private": False, "decode_is_private": False, "returns": False}
         life.place(Plan(first=P0, decode=D0, **{**fields, **plan}))
-        self.members.pending.add(spec.id, P0.instance, Path(spec.prompt_token_ids, 16))
+        self.members.pending.add(
+            spec.id, P0.instance, Path(spec.prompt_token_ids, 16), is_fetched=False
+        )
         return life
 
     def charge(self, life: RequestLifecycle, now: float) -> None:
@@ -137,7 +139,7 @@ def test_enough_is_enough_and_room_comes_back() -> None:
     books = Books()
     lives = [books.request(name) for name in "ab"]
     books.charge(lives[0], 0.0)
-    assert not books.members.has_busy
+    assert not books.members.is_waited_for
     books.charge(lives[1], 0.0)  # two prompts are more than the bound; P1 has none
     assert books.members.loads.is_busy.tolist() == [True, False, False]
     assert books.members.loads.is_open.all(), "four requests may be there"
@@ -146,7 +148,7 @@ def test_enough_is_enough_and_room_comes_back() -> None:
     assert books.members.free_roles == {Role.DECODE}
     lives[0].step(ClientCancelled())
     books.charge(lives[0], 1.0)
-    assert not books.members.has_busy
+    assert not books.members.is_waited_for
     assert books.members.free_roles == {Role.PREFILL, Role.DECODE}
 
 

@@ -168,6 +168,15 @@ def test_idle_instances_compute_a_prefix_twice_and_busy_ones_queue_for_it() -> N
         assert (placement.first, placement.reason["followers"]) == (chosen, followers)
 
 
+def test_a_long_prompt_does_not_overtake_those_who_fetch() -> None:
+    for is_fetching, chosen in ((False, "P0"), (True, "P1")):
+        cluster = Cluster("P0", "P1", "D0")
+        exec_s = cluster.cost.exec_s(1000, 992)
+        cluster.loads.add(InstanceId("P0"), Share(1000, exec_s, 8, is_fetching), 0.0)
+        cluster.queue("P1", 400)
+        assert cluster.chosen() == (chosen, "D0")
+
+
 def test_what_waits_for_an_instance_counts_as_its_queue() -> None:
     cluster = Cluster("P0", "P1", "D0")
     held = {"P0": 992}
@@ -601,7 +610,7 @@ def test_loads_add_up_whatever_comes_and_goes(
             cluster.loads.remove(*there.pop(size % len(there)), float(now))
         else:
             instance = cluster.loads.instances[place]
-            share = Share(size * 10, size * 0.1, size * 3 if size else 0)
+            share = Share(size * 10, size * 0.1, size * 3 if size else 0, size % 3 == 1)
             there.append((instance, share))
             cluster.loads.add(instance, share, float(now))
         cluster.loads.check_integrity()

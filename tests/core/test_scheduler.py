@@ -74,6 +74,21 @@ def test_a_request_waits_for_a_busy_instance_if_that_is_better_and_lets_others_p
     rig.check_quiet()
 
 
+def test_a_request_waits_for_what_its_place_is_fetching_rather_than_to_overtake_it() -> None:
+    rig = rig_of({"PD0": Role.COLOCATED, "PD1": Role.COLOCATED}, policy="session", fetching=ALWAYS)
+    rig.submit("first", length=9)
+    rig.run()
+    rig.submit("holder is busy", length=9, session="first")
+    rig.submit("fetches", length=9, session="other")
+    assert rig.instance_of("fetches", Allocate) == "PD1", "it fetches"
+    rig.submit("next", length=9, session="other")
+    assert rig.scheduler.counters().waiting == 1
+    rig.run()
+    order = rig.placed()
+    assert order.index("fetches") < order.index("next") and rig.instance_of("next") == "PD1"
+    rig.check_quiet()
+
+
 def test_only_some_of_those_who_wait_are_looked_at_and_nobody_is_forgotten() -> None:
     rig = rig_of(
         TWO, policy="session", max_running=100, max_queued_s=0.5 * PROMPT_S, max_waiting=99
