@@ -84,6 +84,7 @@ class Rig:
         priority: int = 0,
         length: int = 5,
         first_token: int = 0,
+        session: str = "",
     ) -> None:
         number = len(self.truths) + 1
         id = RequestId(name)
@@ -102,6 +103,7 @@ class Rig:
             resample=False,
             namespace=Namespace(),
             client=client,
+            session=session,
             priority=priority,
         )
         self.scheduler.submit(spec)

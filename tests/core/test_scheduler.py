@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memserve.core.policy import Fetching
 from memserve.core.vocabulary import Seat
 from memserve.errors import OverloadedError, UnavailableError
 from memserve.messages import CacheChanged, SendSnapshot
@@ -75,17 +76,17 @@ def test_a_request_waits_for_a_busy_instance_if_that_is_better_and_lets_others_p
 
 
 def test_a_request_waits_for_what_its_place_is_fetching_rather_than_to_overtake_it() -> None:
-    rig = rig_of({"PD0": Role.COLOCATED, "PD1": Role.COLOCATED}, policy="session", fetching=ALWAYS)
-    rig.submit("first", length=9)
+    rig = rig_of(TWO, policy="session", freshness="ttl", fetching=Fetching.ALWAYS, max_running=9)
+    rig.submit("holds it", length=9, session="a")
     rig.run()
-    rig.submit("holder is busy", length=9, session="first")
-    rig.submit("fetches", length=9, session="other")
-    assert rig.instance_of("fetches", Allocate) == "PD1", "it fetches"
-    rig.submit("next", length=9, session="other")
+    rig.submit("keeps it busy", first_token=50, session="a")
+    rig.submit("fetches", length=9, session="b")
+    assert rig.placed() == ["holds it", "keeps it busy"]
+    rig.submit("counts on it", length=9, session="b")
     assert rig.scheduler.counters().waiting == 1
     rig.run()
-    order = rig.placed()
-    assert order.index("fetches") < order.index("next") and rig.instance_of("next") == "PD1"
+    assert rig.placed()[2:] == ["fetches", "counts on it"]
+    assert rig.instance_of("fetches") == rig.instance_of("counts on it") == "PD1"
     rig.check_quiet()
 
 
