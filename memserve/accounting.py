@@ -156,8 +156,8 @@ class Members:
         """Raises: AssertionError if the loads are not those of these requests, at their phases."""
         assert self._charges.keys() <= lifecycles.keys()
         loads = self.loads
-        context, requests, queued, prefills = (
-            np.zeros(len(loads.instances), np.int64) for _ in range(4)
+        context, requests, queued, prefills, fetching = (
+            np.zeros(len(loads.instances), np.int64) for _ in range(5)
         )
         for id, charges in self._charges.items():
             assert [charge.seat for charge in charges] == _seats(lifecycles[id])
@@ -168,11 +168,13 @@ class Members:
                     context[slot] += charge.share.context_tokens
                     queued[slot] += charge.share.queued_tokens
                     prefills[slot] += charge.share.prefill_s > 0
+                    fetching[slot] += charge.share.is_fetching
         assert not any(
             _seats(lifecycle) for id, lifecycle in lifecycles.items() if id not in self._charges
         )
         assert (requests == loads.num_requests).all() and (context == loads.context_tokens).all()
         assert (queued == loads.queued_tokens).all() and (prefills == loads.num_prefills).all()
+        assert (fetching == loads.num_fetching).all()
         num_free = Counter(m.role for id, m in self._members.items() if self._is_free(id, m.role))
         assert +self._num_free == num_free
 
