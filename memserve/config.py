@@ -100,8 +100,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     wait_timeout_s: Seconds = 60.0
     max_running: AtLeast1 = 256
     """Requests placed on one instance; more wait."""
-    max_queued_tokens: AtLeast1 = 16_384
-    """Prompt tokens that one instance still has to compute, when it is given no more."""
+    max_queued_s: Seconds = 0.5
+    """Predicted time of the prompts that one instance has to compute, when it is given no more."""
     policy: Literal["cost", "prefix", "session", "least_loaded", "round_robin"] = "cost"
     split: Literal["auto", "always", "never"] = "auto"
     fetch: Literal["auto", "always", "never"] = "auto"

@@ -26,6 +26,7 @@ from memserve.core.admission import AdmissionQueue
 from memserve.core.cost_model import CostModel
 from memserve.core.delivery import Delivery
 from memserve.core.lifecycle import Phase, RequestLifecycle
+from memserve.core.loads import Seconds
 from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
 from memserve.core.tokens import pack
 from memserve.core.vocabulary import (
@@ -61,13 +62,15 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.placing import Placer, SchedulerSettings
+from memserve.placing import Placer
+from memserve.scheduler_settings import SchedulerSettings
 from memserve.status import Counters, LinkStatus
 from memserve.types import InstanceId, RequestId, Role
 
-__all__ = ["GlobalScheduler", "SchedulerSettings"]
-
 logger = logging.getLogger(__name__)
+
+_LOOKED_AT = 4
+"""Of those that wait, so many are considered at a time: placing each takes a while."""
 
 
 class GlobalScheduler:
@@ -91,7 +94,7 @@ class GlobalScheduler:
             self._roles,
             cost,
             settings.max_running,
-            settings.max_queued_tokens,
+            settings.max_queued_s,
             settings.tp_of,
         )
         self._placer = Placer(settings, cost, self._roles, self._members)
@@ -99,6 +102,8 @@ class GlobalScheduler:
         self._limits: Limits | None = None
         self._requests: dict[RequestId, Active] = {}
         self._queue = AdmissionQueue(settings.max_waiting)
+        self._fruitless: int | None = None
+        """How many changes there had been when nobody's place was free."""
         self._timelines = TimelineStore(settings.timeline_requests)
         self._traffic = Traffic(self._members.loads)
         self._totals = Totals()
@@ -128,7 +133,7 @@ class GlobalScheduler:
         if self._limits is None or not self._placer.is_possible:
             raise UnavailableError("no instance can serve requests now")
         now = self._clock()
-        if self._queue.is_full and not self._placer.has_room():
+        if self._queue.is_full and (self._queue or not self._placer.has_room()):
             raise OverloadedError(
                 f"{len(self._queue)} requests are waiting already (scheduler.max_waiting)",
                 self._queue.retry_after_s(now),
@@ -247,6 +252,7 @@ class GlobalScheduler:
             self._refuse(overdue, self._waited_too_long(now))
         if self._caches is not None:
             self._caches.tick()
+        self._fruitless = None
         self._admit()
 
     def check_trees(self) -> dict[InstanceId, asyncio.Future[list[str]]]:
@@ -298,27 +304,42 @@ class GlobalScheduler:
             id for id, active in self._requests.items() if active.lifecycle.phase is Phase.UNPLACED
         }
         assert unplaced == set(self._queue.waiting())
-        assert not (self._queue and self._placer.has_room()), "somebody waits though there is room"
+        waits_in_vain = self._queue and self._placer.has_room() and not self._members.is_waited_for
+        assert not waits_in_vain, "somebody waits though there is room everywhere"
         assert self.idle.is_set() == (not self._requests)
         self._members.check_integrity({id: a.lifecycle for id, a in self._requests.items()})
 
     # ── placing ───────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
-        """Place those whose turn it is, while there is room."""
+        """Place those whose turn it is, while there is room where they had better be."""
         while self._queue and self._placer.has_room():
-            ticket = self._queue.pop(self._clock())
-            assert ticket is not None
-            self._place(self._requests[ticket.id])
+            changes = self._members.num_changes + self._queue.num_changes
+            if changes == self._fruitless:
+                return
+            if not self._place_next():
+                self._fruitless = changes
 
-    def _place(self, active: Active) -> None:
-        """Give the request its instances. There must be room."""
+    def _place_next(self) -> bool:
+        """Place those of the next ones whose place is free; whether there was one."""
+        ahead_s = self._placer.nobody_ahead()
+        is_placed = False
+        for ticket in self._queue.first(_LOOKED_AT):
+            if self._placer.has_room():
+                is_placed |= self._place(self._requests[ticket.id], ahead_s)
+        return is_placed
+
+    def _place(self, active: Active, ahead_s: Seconds) -> bool:
+        """Give the request its instances, if they are free (`Placer.place`)."""
         assert self._caches is not None and self._limits is not None
-        block_size = self._limits.block_size
-        match = self._caches.match(active.path(block_size))
-        mean_generated = self._totals.mean_generated_tokens
-        plan = self._placer.place(active, match, block_size, mean_generated, self._clock())
+        now, path = self._clock(), active.path(self._limits.block_size)
+        generates = self._totals.mean_generated_tokens
+        plan = self._placer.place(active, path, self._caches.match(path), generates, now, ahead_s)
+        if plan is None:
+            return False
+        self._queue.take(active.lifecycle.spec.id, now)
         self._carry_out(active, active.lifecycle.place(plan))
+        return True
 
     def _refuse(self, waiting: Iterable[RequestId], error: MemServeError) -> None:
         for request_id in waiting:

@@ -27,6 +27,13 @@ SlotId = NewType("SlotId", int)
 """Index of a KV block's place in an instance's host memory."""
 
 
+COPYING_LINKS = frozenset({"shm"})
+"""Kinds of links that copy in the thread of the sender's engine, a portion between two steps."""
+
+COPIED_PORTION_BYTES = 32 << 20
+"""3 ms at the 10 GB/s of one core; a decode step takes ten times as long."""
+
+
 class Role(enum.Enum):
     """What an instance does for a request."""
 

@@ -22,7 +22,8 @@ from memserve.core.mode import Mode
 from memserve.core.vocabulary import RequestSpec, Seat
 from memserve.errors import MemServeError, OverloadedError, UnavailableError
 from memserve.messages import AnyCommand, AnyEvent, CacheChanged, Heartbeat, Sent, Started
-from memserve.scheduler import GlobalScheduler, SchedulerSettings
+from memserve.scheduler import GlobalScheduler
+from memserve.scheduler_settings import SchedulerSettings
 from memserve.simulator.clock import EventQueue
 from memserve.simulator.worker import Hardware, SimulatedRequest, SimulatedWorker
 from memserve.simulator.workload import Call, prompt_ids

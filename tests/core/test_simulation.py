@@ -37,7 +37,7 @@ PLAIN = msgspec.structs.replace(
         policy="prefix",
         max_running=10_000,
         max_waiting=10_000,
-        max_queued_tokens=10**9,
+        max_queued_s=1e9,
         wait_timeout_s=10_000.0,
     ),
 )

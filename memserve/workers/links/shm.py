@@ -16,15 +16,13 @@ import msgspec
 
 from memserve.errors import TransferError
 from memserve.ops.views import Rows
-from memserve.types import BlockId, Geometry, TransferId
+from memserve.types import COPIED_PORTION_BYTES, BlockId, Geometry, TransferId
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.base import Completion, Piece, RankPeer, plan_pieces
 from memserve.workers.links.heads import rows_of
 
 KIND = "shm"
 """Key of the buffer's address in `Ready.addresses` and `PeerJoined.addresses`."""
-
-_POLL_BYTES = 32 << 20  # 3 ms at the 10 GB/s of one core; a decode step takes ten times as long
 
 
 class _Job(msgspec.Struct):
@@ -47,7 +45,7 @@ class ShmLink:
         *,
         rows: tuple[Rows, Rows] | None = None,
         is_discrete: bool = False,
-        poll_bytes: int = _POLL_BYTES,
+        poll_bytes: int = COPIED_PORTION_BYTES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Takes over `target`, not `source`. `rows`: the part of each page that goes; None: all.
