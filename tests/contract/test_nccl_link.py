@@ -315,12 +315,13 @@ def test_a_failed_transfer_has_ended_only_when_the_receiver_writes_nothing_more(
     link.send(T1, ids(1), ids(2))
     until(lambda: d.gpu.num_queued > 0, "the receiver should expect it")
     p.fake.error = "unhandled cuda error"
-    until(lambda: d.fake.num_aborted == 1, "the receiver should have given up")
-    for _ in range(2000):
-        assert link.poll() == []
-    d.gpu.is_stuck = False
+    try:
+        until(lambda: d.fake.num_aborted == 1, "the receiver should have given up")
+        for _ in range(2000):
+            assert link.poll() == []
+    finally:
+        d.gpu.is_stuck = False
     assert completions(link, 1)[0].error is not None
-    p.fake.error = None
 
 
 def test_nothing_is_written_after_a_peer_was_dropped(make_end: EndMaker) -> None:

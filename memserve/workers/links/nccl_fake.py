@@ -1,16 +1,18 @@
 """GPU streams and NCCL without either, over ordinary memory and sockets. For tests and rehearsals.
 
 It keeps the contracts of `nccl_pipe.Gpu` and `ops.nccl.Fabric`, within one process and across two.
-A stream runs what is queued only when somebody asks an event of it, one piece per question, as a
-GPU that is a little behind. As with NCCL, a piece whose other end is not there, or has died, keeps
+A stream runs what is queued only when somebody asks an event of its thread, a piece or two per
+question, as a GPU that is a little behind. As with NCCL, a piece whose other end is not there, or has died, keeps
 its stream waiting until the communicator is aborted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import secrets
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +31,9 @@ class FakeStream:
     """`torch.cuda.Stream`, as far as a link uses it. One thread makes all calls."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
+        self.gpu = gpu
+        self.thread = threading.get_ident()
+        self._is_advancing = False
         self._queue: deque[Callable[[], bool]] = deque()
         self.num_put = 0
         self.num_done = 0
@@ -45,9 +49,13 @@ class FakeStream:
 
     def advance(self) -> None:
         """Run the next piece, if it can."""
-        if self._queue and not self._gpu.is_stuck and self._queue[0]():
+        if self._is_advancing or not self._queue or self.gpu.is_stuck:
+            return
+        self._is_advancing = True
+        if self._queue[0]():
             self._queue.popleft()
             self.num_done += 1
+        self._is_advancing = False
 
     def record_event(self) -> FakeEvent:
         return FakeEvent(self, self.num_put)
@@ -67,6 +75,7 @@ class FakeEvent:
     def query(self) -> bool:
         if self._stream.num_done < self._position:
             self._stream.advance()
+            self._stream.gpu.advance_another()
         return self._stream.num_done >= self._position
 
     def synchronize(self) -> None:
@@ -103,10 +112,11 @@ class _QueuedOps(BlockOps):
 class FakeGpu:
     """See `nccl_pipe.Gpu`."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self.is_stuck = False
         """Whether its streams stand still."""
         self._streams: list[FakeStream] = []
+        self._random = random.Random(seed)
 
     def enter(self) -> None:
         pass
@@ -114,6 +124,12 @@ class FakeGpu:
     def stream(self) -> Any:
         self._streams.append(FakeStream(self))
         return self._streams[-1]
+
+    def advance_another(self) -> None:
+        """Streams run beside each other: only events keep an order between them."""
+        ours = [one for one in self._streams if one.thread == threading.get_ident()]
+        if ours:
+            self._random.choice(ours).advance()
 
     def give_back(self, stream: Any) -> None:
         assert not stream.num_queued
