@@ -17,7 +17,7 @@ from memserve.core.lifecycle import Phase, RequestLifecycle
 from memserve.core.loads import Loads, Share
 from memserve.core.pending import Pending
 from memserve.core.vocabulary import Seat
-from memserve.messages import Sent, Transmit, TransmitFailed
+from memserve.messages import AnyCommand, Cancel, Sent, Transmit, TransmitFailed
 from memserve.status import Counters, LinkStatus
 from memserve.types import InstanceId, RequestId, Role, TransferId
 
@@ -266,6 +266,13 @@ class Traffic:
         self._loads = loads
         self._links: dict[tuple[InstanceId, InstanceId], _LinkTotals] = {}
         self._open: dict[TransferId, _UnderWay] = {}
+
+    def commanded(self, instance: InstanceId, command: AnyCommand, block_bytes: int) -> None:
+        """This goes out to the instance."""
+        if isinstance(command, Transmit):
+            self.ordered(instance, command, len(command.block_ids) * block_bytes)
+        elif isinstance(command, Cancel):
+            self.cancelled(instance, command.transfer_id)
 
     def ordered(self, source: InstanceId, command: Transmit, size_bytes: int) -> None:
         """A `Transmit` of so much went out to `source`."""

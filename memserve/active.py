@@ -51,6 +51,15 @@ class Active(msgspec.Struct):
             deadline=deadline,
         )
 
+    def newly_known_cached_tokens(self) -> int:
+        """What the first prefill found of the prompt, when that is known for the first time, else
+        0. Notes it in the timeline."""
+        cached = self.lifecycle.cached_tokens
+        if cached is None or self.timeline.cached_tokens is not None:
+            return 0
+        self.timeline.cached_tokens = cached
+        return cached
+
 
 def request_of(event: WorkerEvent) -> RequestId:
     """The request that an event belongs to (`TransferId` is request id / direction / attempt)."""

@@ -9,8 +9,7 @@ every event. What the instances hold is known to `caches.py`. The paper: section
 A request waits here, where it can still be ordered, while the instances have enough to do:
 `_admit` places the next ones, and is the last thing that every entry point does.
 
-Everything here runs on the event loop and nothing awaits, so no decision is torn: state is read and
-changed in one go.
+Everything here runs on the event loop and nothing awaits, so no decision is torn.
 """
 
 from __future__ import annotations
@@ -54,12 +53,10 @@ from memserve.messages import (
     AnyCommand,
     CacheChanged,
     CacheSnapshot,
-    Cancel,
     Expired,
     PoolStats,
     Sent,
     Tokens,
-    Transmit,
     TransmitFailed,
 )
 from memserve.placing import Placer
@@ -90,13 +87,8 @@ class GlobalScheduler:
         self._clock = clock
         self._sink: OutputSink | None = None
         self._cost = cost
-        self._members = Members(
-            self._roles,
-            cost,
-            settings.max_running,
-            settings.max_queued_s,
-            settings.tp_of,
-        )
+        limits = settings.max_running, settings.max_queued_s
+        self._members = Members(roles, cost, *limits, settings.tp_of)
         self._placer = Placer(settings, cost, self._roles, self._members)
         self._caches: Caches | None = None
         self._limits: Limits | None = None
@@ -409,7 +401,7 @@ class GlobalScheduler:
                     self._send_command(action)
                 case Note():
                     active.timeline.note(action.name, now, action.instance, action.detail)
-                    self._learn_cached(active, action)
+                    self._totals.cached_tokens += active.newly_known_cached_tokens()
                 case Learned():
                     self._learn(active, action)
                 case Fail():
@@ -433,20 +425,9 @@ class GlobalScheduler:
         if seat not in self._members:
             return
         self._send(seat, action.command)
-        if isinstance(action.command, Cancel):
-            self._traffic.cancelled(action.instance, action.command.transfer_id)
-        if isinstance(action.command, Transmit):
-            assert self._limits is not None
-            num_tokens = len(action.command.block_ids) * self._limits.block_size
-            size_bytes = self._cost.kv_bytes(num_tokens)
-            self._traffic.ordered(action.instance, action.command, size_bytes)
-
-    def _learn_cached(self, active: Active, note: Note) -> None:
-        """The first prefill said how much of the prompt it found."""
-        cached = active.lifecycle.cached_tokens
-        if note.name == "started" and active.timeline.cached_tokens is None and cached is not None:
-            active.timeline.cached_tokens = cached
-            self._totals.cached_tokens += cached
+        if self._limits is not None:
+            block_bytes = self._cost.kv_bytes(self._limits.block_size)
+            self._traffic.commanded(action.instance, action.command, block_bytes)
 
     def _learn(self, active: Active, action: Learned) -> None:
         assert self._caches is not None and self._limits is not None
