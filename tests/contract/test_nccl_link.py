@@ -141,6 +141,20 @@ def test_all_pieces_carry_the_same_bytes(make_end: EndMaker, pieces: Pieces, lay
     assert blocks(d, 8, 9, 2, 4, 6) == blocks(p, 1, 2, 3, 9, 5)
 
 
+def test_a_staging_buffer_is_not_filled_again_before_it_was_sent(make_end: EndMaker) -> None:
+    shape = geometry(num_blocks=40)
+    p, d = make_end("P0", shape, seed=1), make_end("D0", shape)
+    link = p.endpoint.open(d.peer())
+    source_ids, target_ids = range(1, 33, 2), range(2, 34, 2)  # scattered: twice as many chunks
+    p.fake.is_held = True  # as there are buffers, and nothing is sent meanwhile
+    link.send(T1, ids(*source_ids), ids(*target_ids))
+    for _ in range(20_000):
+        assert link.poll() == []
+    p.fake.is_held = False
+    assert completions(link, 1)[0].error is None
+    assert blocks(d, *target_ids) == blocks(p, *source_ids)
+
+
 def test_a_slice_of_the_heads_fills_all_heads_of_the_other_rank(make_end: EndMaker) -> None:
     """Rank 1 of two, whose heads are the second half of the sender's."""
     whole = geometry(num_kv_heads=4)
