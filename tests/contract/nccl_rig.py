@@ -21,7 +21,7 @@ from tests.contract.link_rig import NUM_LAYERS, PAGE_BYTES
 
 DEADLINE_S = 30.0
 CHUNK_BLOCKS = 2
-SETTINGS = NcclSettings(chunk_bytes=CHUNK_BLOCKS * NUM_LAYERS * PAGE_BYTES + 1, chunks_ahead=2)
+SETTINGS = NcclSettings(chunk_bytes=CHUNK_BLOCKS * NUM_LAYERS * PAGE_BYTES + 1, chunks_ahead=8)
 
 
 class End:

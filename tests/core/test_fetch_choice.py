@@ -111,6 +111,9 @@ class Placing:
             self.reason = placement.reason
         return placement
 
+    def placed(self, demand: Demand, placement: Placement) -> None:
+        """See `Policy`."""
+
 
 def measure(kind: Kind, moment: Moment, way: Fetching) -> tuple[float, str]:
     """(Seconds to the first token, what the policy would have done)."""

@@ -2,8 +2,8 @@
 
 It keeps the contracts of `nccl_pipe.Gpu` and `ops.nccl.Fabric`, within one process and across two.
 A stream runs what is queued only when somebody asks an event of its thread, a piece or two per
-question, as a GPU that is a little behind. As with NCCL, a piece whose other end is not there, or has died, keeps
-its stream waiting until the communicator is aborted.
+question, as a GPU that is a little behind. As with NCCL, a piece whose other end is not there, or
+has died, keeps its stream waiting until the communicator is aborted.
 """
 
 from __future__ import annotations
