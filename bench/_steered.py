@@ -72,6 +72,10 @@ class SteeredPolicy:
             placement = own
         return msgspec.structs.replace(placement, reason=reason)
 
+    def placed(self, demand: Demand, placement: Placement) -> None:
+        """See `Policy`."""
+        self._own.placed(demand, placement)
+
 
 def _total_s(placement: Placement, first: InstanceId) -> float:
     candidates: Any = placement.reason["candidates"]

@@ -20,12 +20,11 @@ from memserve.ops.nccl import MAX_CTAS, NcclFabric
 from memserve.types import Geometry, InstanceId
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
-from memserve.workers.links.base import Link, RankPeer
+from memserve.workers.links.base import Link, Rank, RankPeer
 from memserve.workers.links.ipc import open_ipc
 from memserve.workers.links.nccl import NcclEndpoint
 from memserve.workers.links.nccl_fake import FakeFabric, FakeGpu
 from memserve.workers.links.nccl_pipe import CudaGpu, gpu_identity
-from memserve.workers.links.nccl_sender import Rank
 from memserve.workers.links.nccl_worker import Machinery, NcclSettings
 from memserve.workers.links.shm import open_shm
 

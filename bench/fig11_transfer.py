@@ -52,9 +52,8 @@ from memserve.ops.blocks import Method
 from memserve.ops.nccl import MAX_CTAS
 from memserve.ops.views import BlockView
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
-from memserve.workers.links.base import Link
+from memserve.workers.links.base import Link, Rank
 from memserve.workers.links.nccl_pipe import CHUNK_BYTES
-from memserve.workers.links.nccl_sender import Rank
 from memserve.workers.links.nccl_wire import Pieces
 from memserve.workers.links.nccl_worker import NcclSettings
 

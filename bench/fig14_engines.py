@@ -25,11 +25,10 @@ from memserve.profiles import device_name
 from memserve.workers.all_reduce import measure_reduces
 from memserve.workers.calibrate import (
     ROUNDS,
-    by_point,
     measure_operators,
+    measured,
     prefill_points,
     prefill_round,
-    undisturbed,
     with_steps,
 )
 from memserve.workers.cores import fastest_cores
@@ -77,13 +76,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     samples: Samples | None = None
     """None of what is only predicted."""
-    calibrated: list[list[PrefillSample]] = []
-    """The repeats at each point of the calibration; what it takes of them is in `samples`."""
-    prefills: list[list[PrefillSample]] = []
-    """The same, of the points that are tested."""
+    prefills: list[PrefillSample] = []
+    """Those tested: all, several at each point."""
     reduces: list[ReduceSample] = []
-    has_reduce: bool = False
-    """Whether the prefills have all-reduces in them."""
+    is_half: bool = False
+    """The prefills are one rank's half of the model: one host, and no all-reduces."""
     started_s: float = 0.0
     measured_s: float = 0.0
 
@@ -114,16 +111,11 @@ def run_job(job: Job) -> None:
     rounds = []
 
     def note() -> None:
-        points = by_point(rounds)
-        calibrated, prefills = (
-            [found for found in part if found]
-            for part in (points[: len(fitted)], points[len(fitted) :])
-        )
+        calibrated = measured(found[: len(fitted)] for found in rounds)
         result = Result(
-            samples=samples and msgspec.structs.replace(samples, prefills=undisturbed(calibrated)),
-            calibrated=calibrated,
-            prefills=prefills,
-            has_reduce=job.num_ranks > 1,
+            samples=samples and msgspec.structs.replace(samples, prefills=calibrated),
+            prefills=measured(found[len(fitted) :] for found in rounds),
+            is_half=job.is_half,
             started_s=started_s,
             measured_s=turn.measured_s,
         )

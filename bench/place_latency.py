@@ -170,6 +170,7 @@ def demand(match: Match) -> Demand:
         session="",
         now=1.0,
         block_size=BLOCK_SIZE,
+        ahead_s=np.zeros(len(match.cached_tokens)),
     )
 
 

@@ -12,6 +12,7 @@ memory is that of the prompt tree, filled again from the same events.
 
 from __future__ import annotations
 
+import bisect
 import gc
 import random
 import statistics
@@ -37,16 +38,18 @@ from memserve.messages import (
     decode_event,
     encode,
 )
-from memserve.simulator import setup
-from memserve.simulator.report import Objectives, summarize
+from memserve.simulator import datasets, setup
+from memserve.simulator.objectives import Objectives
+from memserve.simulator.report import summarize
 from memserve.simulator.simulation import Result, Simulation
-from memserve.simulator.workload import Call
+from memserve.simulator.workload import Call, of_crowd
 from memserve.types import InstanceId
 
 BLOCKS, BLOCK_SIZE = 20_000, 16
 RATE_EACH = 0.35
 """Requests a second for each instance: prefill instances are then about 40% busy."""
 LEAST_REQUESTS = 400
+MAX_CONTEXT = 131_072
 SAMPLE_ONE_IN = 50
 TREE_BLOCKS = 50_000_000
 
@@ -96,12 +99,14 @@ def main() -> None:
         },
         raw=rows,
         out=args.out,
-        rows=[{key: value for key, value in row.items() if key in SHOWN} for row in rows],
+        rows=[
+            {"": key, **{f"{row['instances']} instances": row[key] for row in rows}}
+            for key in SHOWN
+        ],
     )
 
 
 SHOWN = (
-    "instances",
     "requests",
     "place_p50_us",
     "place_p99_us",
@@ -122,11 +127,9 @@ def measure(dataset: Path, instances: int, requests_each: int) -> dict[str, Scal
     """One size. All `…_us` are per request, processor time."""
     half = instances // 2
     rate = RATE_EACH * instances
-    options = setup.Options(
-        mode=f"{half}P{half}D-CC", blocks=BLOCKS, block_size=BLOCK_SIZE, dataset=dataset
-    )
+    options = setup.Options(mode=f"{half}P{half}D-CC", blocks=BLOCKS, block_size=BLOCK_SIZE)
     costs = setup.costs(options)
-    calls = trace(options, rate, max(LEAST_REQUESTS, instances * requests_each))
+    calls = trace(dataset, rate, max(LEAST_REQUESTS, instances * requests_each))
     cluster = setup.cluster(options, _config(), costs, calls)
     limits = msgspec.structs.replace(cluster.hardware.limits, steps_together=1)
     hardware = msgspec.structs.replace(cluster.hardware, limits=limits)
@@ -138,20 +141,27 @@ def measure(dataset: Path, instances: int, requests_each: int) -> dict[str, Scal
     return row(instances, simulation, result, wall_s)
 
 
-def trace(options: setup.Options, rate: float, requests: int) -> list[Call]:
-    """A stretch of the trace, of as many crowds as make the rate, at its own speed.
+def trace(dataset: Path, rate: float, requests: int) -> list[Call]:
+    """So many crowds as make the rate, each with another stretch of the trace at its own speed.
 
     A crowd's requests share prefixes with each other, as in the trace, and with no other crowd's.
     """
-    crowds = max(1, round(rate / 3.4))
-    calls = setup.load(msgspec.structs.replace(options, copies=crowds, rate=rate))
-    # from the middle: the trace's beginning is a crowd of its own
-    first = len(calls) // 2
-    begin = calls[first].arrival_s or 0.0
-    return [
-        msgspec.structs.replace(call, arrival_s=(call.arrival_s or 0.0) - begin)
-        for call in calls[first : first + requests]
-    ]
+    calls = setup.fitting(datasets.read(dataset), MAX_CONTEXT)
+    arrivals = [call.arrival_s or 0.0 for call in calls]
+    length = arrivals[-1] - arrivals[0]
+    crowds = max(1, round(rate * length / len(calls)))
+    stretch = rate * length / len(calls) / crowds  # so many seconds of the trace in one of the run
+    seconds = requests / rate * stretch
+    rng = random.Random(2)
+    found = []
+    for crowd in range(crowds):
+        begin = arrivals[0] + rng.random() * (length - seconds)
+        first, last = (bisect.bisect(arrivals, at) for at in (begin, begin + seconds))
+        found += [
+            msgspec.structs.replace(of_crowd(call, crowd), arrival_s=(at - begin) / stretch)
+            for call, at in zip(calls[first:last], arrivals[first:last], strict=True)
+        ]
+    return sorted(found, key=lambda call: call.arrival_s or 0.0)
 
 
 def _config() -> Config:

@@ -1,59 +1,73 @@
 """Whether the simulator says what a real run of the same load takes.
 
-    python -m bench.simulator_check [--device cpu|cuda] [--model MODEL] [--runs 3] [--out FILE]
+    python -m bench.simulator_check [--device cpu|cuda] [--profile FILE] [--budget-s S] [--out FILE]
+    python -m bench.simulator_check --replay FILE [--profile FILE]
 
-Starts `memserve up --mode 1P1D-CC`, on CPU with a core of its own for each instance. Single
-requests and fixed batches tell the costs of prefills, decode steps and the front end, from the
-requests' own timelines, before and after every load; the operators' model of `core/cost_model.py`
-is fitted to them. Loads of sessions run for real, and through `memserve/simulator` with these
-costs, and the means are compared. Each load has its own arrivals and texts.
+Starts `memserve up --mode 1P1D-CC`, on CPU with a core of its own for each instance, and runs loads
+of sessions: at one utilisation after the other, again and again until the time is over. Before and
+after every load single requests and fixed batches are timed (`_probes.py`); the operators of the
+profile (what `memserve calibrate` measured on this machine, else the built-in ones) are fitted to
+the two probes around a load, and the load runs through `memserve/simulator` with these costs. The
+means over the requests of real and simulated loads are compared. A load's rate comes from a
+simulation too: the one at which the instance in question is busy for that share of the time.
+
+Nothing here is fitted to what a load took. What other processes do to it the kernel measures: how
+long each instance, and the orchestrator, waited for a processor while it wanted to run. Simulated
+ones are slowed down by the same factor. With `--replay`, the loads that an earlier run measured are
+simulated once more.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
+import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from bench._load import Answer, one, play
-from bench._report import parser, publish
+from bench._load import Answer, play
+from bench._probes import Costs, Meter, Points, Probe, Spent, fit, probe, steps_of, warm_up
+from bench._report import Scalar, parser, publish
 from bench._serve import get, pin_instances, serving
-from memserve.config import Config
+from memserve import profiles
+from memserve.config import Config, SchedulerConfig
 from memserve.core.builtin import built_in
-from memserve.core.cost_fit import fit_decodes, fit_prefills
 from memserve.core.cost_model import CostModel
-from memserve.core.cost_samples import DecodeSample, PrefillSample
-from memserve.core.profile import Profile
+from memserve.core.profile import ModelShape, Profile
 from memserve.simulator import report, setup
-from memserve.simulator.simulation import Outcome, Simulation
+from memserve.simulator.simulation import Outcome, Result, Simulation
 from memserve.simulator.synthetic import Shape, sessions
-from memserve.simulator.workload import Call, Piece, key_of, poisson
+from memserve.simulator.workload import Call, Piece, poisson
+from memserve.types import InstanceId
 
 MODE = "1P1D-CC"
-MESSAGE_S = 0.2e-3
-REPEATS = 3
-DECODE_TOKENS = 24
+SCHEDULER = {"scheduler.split": "always"}
+"""Whether the server has a calibrated profile must not decide where its requests run."""
+SEARCHES = 8
 
 
 class Machine(msgspec.Struct, frozen=True):
     """What differs between devices."""
 
     flags: tuple[str, ...]
-    settings: dict[str, object]
+    settings: dict[str, str | int | float]
     shape: str
-    name: str
-    """Of the device, for the built-in profile that the fit starts from."""
-    prefills: tuple[tuple[int, int], ...]
-    """Prompt tokens, and how many of them are cached."""
-    decodes: tuple[tuple[int, int], ...]
-    """Requests in the batch, and tokens of each."""
+    """Of the model, where no profile says it."""
+    device: str
+    points: Points
     load: Shape
-    rate: float
     requests: int
+    """Of each load."""
+    max_context: int
+    """A session ends before the first call that is longer."""
+    bound_by: str
+    """The instance whose utilisation counts."""
+    utilisations: tuple[float, ...]
+    most_rate: float
 
 
 MACHINES = {
@@ -61,247 +75,325 @@ MACHINES = {
         flags=("--device", "cpu"),
         settings={"engine.block_size": 32},
         shape="smollm2-135m",
-        name="cpu",
-        prefills=((32, 0), (96, 0), (160, 0), (320, 0), (640, 0), (320, 288), (640, 320)),
-        decodes=((1, 64), (1, 512), (2, 256), (4, 128), (6, 256)),
+        device="cpu",
+        points=Points(
+            prefills=((32, 0), (96, 0), (192, 0), (384, 0), (72, 64), (150, 128), (448, 320)),
+            decodes=((1, 64), (2, 256), (4, 128)),
+            link="shm",
+        ),
         load=Shape(documents=0, system_tokens=64, turns=4, user_tokens=80, reply_tokens=24),
-        rate=0.5,
-        requests=60,
+        requests=20,
+        max_context=2047,
+        bound_by="D0",
+        utilisations=(0.35, 0.65),
+        most_rate=3.0,
     ),
     "cuda": Machine(
         flags=("--device", "cuda"),
-        settings={},
+        settings={
+            "engine.load_format": "dummy",
+            "engine.max_model_len": 16_384,
+            "cluster.start_timeout_s": 280,
+        },
         shape="llama-3.1-8b",
-        name="H200",
-        prefills=((128, 0), (512, 0), (2048, 0), (4096, 0), (2048, 1024), (4096, 3968)),
-        decodes=((1, 512), (1, 4096), (4, 1024), (16, 512), (32, 512)),
-        load=Shape(documents=0, system_tokens=256, turns=4, user_tokens=800, reply_tokens=200),
-        rate=4.0,
-        requests=300,
+        device="H200",
+        points=Points(
+            prefills=(
+                *((128, 0), (512, 0), (1024, 0), (2048, 0), (4096, 0)),
+                *((528, 512), (2048, 1024), (4096, 3072)),
+            ),
+            decodes=((1, 512), (4, 1024), (16, 512), (32, 512)),
+            link="ipc",
+            repeats=3,
+        ),
+        load=Shape(documents=0, system_tokens=256, turns=4, user_tokens=1500, reply_tokens=64),
+        requests=200,
+        max_context=16_383,
+        bound_by="P0",
+        utilisations=(0.2, 0.7),
+        most_rate=60.0,
     ),
 }
 
 
-class Probe(msgspec.Struct, frozen=True):
-    """What single requests and fixed batches took, at one time."""
+class Load(msgspec.Struct, frozen=True):
+    """A load that really ran."""
 
-    prefills: list[PrefillSample]
-    decodes: list[DecodeSample]
-    front_end_s: float
+    utilisation: float
+    rate: float
+    calls: list[dict[str, Any]]
+    outcomes: list[Outcome]
+    timelines: list[list[dict[str, Any]]]
+    """Of each request that did not fail, as the server tells it."""
+    spent: dict[str, Spent]
+    """By process."""
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """All that a run found: enough to simulate it again."""
+
+    device: str
+    """Of `MACHINES`."""
+    base: Profile
+    blocks: int
+    block_size: int
+    pinned: dict[str, int]
+    probes: list[Probe]
+    """One before each load, and one after the last."""
+    loads: list[Load]
 
 
 def main() -> None:
-    """Measure, fit, run, simulate, compare."""
-    args, machine = _arguments()
-    run = asyncio.run(measure(machine, args.model, args.runs))
-    profile = fit(machine, run.probes)
-    front_end_s = statistics.median(found.front_end_s for found in run.probes)
-    simulated = [
-        simulate(machine, profile, calls, run.blocks, front_end_s) for calls, _ in run.loads
-    ]
-    pairs = [(answers, found) for (_, answers), found in zip(run.loads, simulated, strict=True)]
-    rows = [compare(answers, found) for answers, found in pairs]
-    means = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
+    """Measure or read, simulate, compare, print, write."""
+    args = _arguments()
+    machine = MACHINES[args.device]
+    base = profiles.load(args.profile) if args.profile else None
+    if args.replay:
+        run = read(args.replay)
+        machine = MACHINES[run.device]
+        if base is not None:
+            run = msgspec.structs.replace(run, base=base)
+    else:
+        run = asyncio.run(measure(machine, base or builtin_of(machine, args.model), args))
+    costs = [fit(run.base, pair) for pair in zip(run.probes, run.probes[1:], strict=False)]
+    results = [simulate(run, *pair) for pair in zip(costs, run.loads, strict=True)]
+    rows = [row(*pair) for pair in zip(run.loads, results, strict=True)]
+    levels = [level(run.loads, results, each) for each in machine.utilisations]
     publish(
         "simulator_check",
         settings={
             "mode": MODE,
             "machine": msgspec.to_builtins(machine),
-            "blocks": run.blocks,
             "pinned": run.pinned,
-            "front_end_s": front_end_s,
-            "message_s": MESSAGE_S,
+            "replayed": args.replay and args.replay.name,
         },
-        metrics=means,
+        metrics={
+            f"{found['load']}: {name}": value
+            for found in levels
+            for name, value in found.items()
+            if name != "load"
+        },
         raw={
-            "profile": msgspec.to_builtins(profile),
-            "probes": msgspec.to_builtins(run.probes),
-            "runs": rows,
-            "outcomes": [
-                {
-                    "real": msgspec.to_builtins([answer.outcome for answer in answers]),
-                    "simulated": msgspec.to_builtins(found),
-                }
-                for answers, found in pairs
-            ],
+            "measured": msgspec.to_builtins(run),
+            "costs": msgspec.to_builtins(costs),
+            "loads": rows,
+            "simulated": [msgspec.to_builtins(result.outcomes) for result in results],
         },
         out=args.out,
-        rows=[{"run": n, **row} for n, row in enumerate(rows)] + [{"run": "mean", **means}],
+        rows=[shown(found) for found in rows + levels],
     )
 
 
-def _arguments() -> tuple[argparse.Namespace, Machine]:
-    """What was asked for, and the machine with its changes."""
+def _arguments() -> argparse.Namespace:
     arguments = parser(__doc__)
     arguments.add_argument("--device", choices=sorted(MACHINES), default="cpu")
-    arguments.add_argument("--model", help="as `memserve up --model`; must have the shape's size")
-    arguments.add_argument("--shape", help="a known shape or a folder with a config.json")
-    arguments.add_argument("--runs", type=int, default=3, help="loads to run and simulate")
-    arguments.add_argument("--rate", type=float, help="requests a second")
-    arguments.add_argument("--requests", type=int, help="of each load")
-    args = arguments.parse_args()
-    machine = MACHINES[args.device]
-    changes = {"shape": args.shape, "rate": args.rate, "requests": args.requests}
-    machine = msgspec.structs.replace(
-        machine, **{name: value for name, value in changes.items() if value is not None}
+    arguments.add_argument("--model", help="as `memserve up --model`")
+    arguments.add_argument("--profile", type=Path, metavar="FILE", help="of `memserve calibrate`")
+    arguments.add_argument("--budget-s", type=float, default=200.0, help="for probes and loads")
+    arguments.add_argument("--replay", type=Path, metavar="FILE", help="a result of this script")
+    return arguments.parse_args()
+
+
+def read(path: Path) -> Measured:
+    """What an earlier run measured. Raises: SystemExit."""
+    try:
+        return msgspec.convert(json.loads(path.read_text("utf-8"))["raw"]["measured"], Measured)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"--replay {path}: not a result of this script: {error}") from error
+
+
+def builtin_of(machine: Machine, model: str | None) -> Profile:
+    """The profile of the machine's model that needs no calibration."""
+    config = Path(model or "") / "config.json"
+    shape = setup.MODELS[machine.shape]
+    if config.is_file():
+        shape = ModelShape.from_config(json.loads(config.read_text("utf-8")), 2)
+    return built_in(shape, machine.device, model=machine.shape)
+
+
+# ── the real runs ─────────────────────────────────────────────────────────────────────────────
+
+
+async def measure(machine: Machine, base: Profile, args: argparse.Namespace) -> Measured:
+    """Start a cluster; probe it and load it in turns until the time is over."""
+    flags = ["--mode", MODE, *machine.flags, *(["--model", args.model] if args.model else [])]
+    with serving(flags, {**machine.settings, **SCHEDULER}) as url:
+        pinned = pin_instances(url) if machine.device == "cpu" else {}
+        begun = time.perf_counter()
+        instance = get(f"{url}/v1/status")["instances"][0]
+        run = Measured(
+            device=args.device,
+            base=base,
+            blocks=instance["stats"]["total_blocks"],
+            block_size=int(machine.settings.get("engine.block_size", 16)),
+            pinned=pinned,
+            probes=[],
+            loads=[],
+        )
+        meter = Meter(url)
+        await warm_up(url, 200)
+        await probe_once(url, machine, run, meter)
+        longest_s = 0.0
+        while True:
+            lap = time.perf_counter()
+            for utilisation in machine.utilisations:
+                run.loads.append(await one_load(url, machine, run, utilisation, meter))
+                await probe_once(url, machine, run, meter)
+            longest_s = max(longest_s, time.perf_counter() - lap)
+            if time.perf_counter() - begun + longest_s > args.budget_s:
+                return run
+
+
+async def probe_once(url: str, machine: Machine, run: Measured, meter: Meter) -> None:
+    """Mutates `run`."""
+    run.probes.append(await probe(url, machine.points, meter))
+
+
+async def one_load(
+    url: str, machine: Machine, run: Measured, utilisation: float, meter: Meter
+) -> Load:
+    """Run it, at the rate that the last probe suggests."""
+    seed = len(run.loads)
+    rate = rate_for(machine, run, utilisation, seed)
+    calls = make_load(machine, rate, seed)
+    meter.lap()
+    answers = await play(url, calls)
+    spent = meter.lap()
+    return Load(
+        utilisation=utilisation,
+        rate=rate,
+        calls=[stored(call) for call in calls],
+        outcomes=[answer.outcome for answer in answers],
+        timelines=[_timeline(url, answer) for answer in answers if answer.outcome.error is None],
+        spent=spent,
     )
-    return args, machine
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """A real cluster's answers."""
-
-    blocks: int
-    pinned: dict[str, int]
-    probes: list[Probe]
-    loads: list[tuple[list[Call], list[Answer]]]
+def _timeline(url: str, answer: Answer) -> list[dict[str, Any]]:
+    """Without the reasons of the placement."""
+    keys = ("name", "at_s", "instance")
+    return [{key: step[key] for key in keys} for step in steps_of(url, answer)]
 
 
-async def measure(machine: Machine, model: str | None, runs: int) -> Measured:
-    """Start a cluster, probe it, run the loads, stop it."""
-    flags = ["--mode", MODE, *machine.flags, *(["--model", model] if model is not None else [])]
-    with serving(flags, machine.settings) as url:
-        pinned = pin_instances(url) if machine.name == "cpu" else {}
-        await _warm_up(url)
-        probes = [await probe(url, machine)]
-        blocks = get(f"{url}/v1/status")["instances"][0]["stats"]["total_blocks"]
-        loads = []
-        for seed in range(runs):
-            calls = make_load(machine, seed)
-            loads.append((calls, await play(url, calls)))
-            probes.append(await probe(url, machine))
-    return Measured(blocks, pinned, probes, loads)
+def make_load(machine: Machine, rate: float, seed: int) -> list[Call]:
+    """Sessions with texts that no other load has."""
+    count = -(-machine.requests // machine.load.turns)
+    calls = list(sessions(machine.load, count, seed + 1000))
+    calls = setup.fitting(calls, machine.max_context)
+    return poisson(calls, rate=rate, requests=machine.requests, think_s=None, seed=seed)
 
 
-# ── what the costs are ────────────────────────────────────────────────────────────────────────
+def rate_for(machine: Machine, run: Measured, utilisation: float, seed: int) -> float:
+    """Requests a second at which the instance is busy for this share, by simulation."""
+    costs = fit(run.base, run.probes[-1:])
+    low, high = 0.0, machine.most_rate
+    for _ in range(SEARCHES):
+        rate = (low + high) / 2
+        result = _simulate(run, costs, make_load(machine, rate, seed))
+        if result.busy[machine.bound_by] < utilisation:
+            low = rate
+        else:
+            high = rate
+    return (low + high) / 2
 
 
-async def probe(url: str, machine: Machine) -> Probe:
-    """Measured before and after every load: a machine is not equally fast all the time."""
-    prefills, front_end_s = await measure_prefills(url, machine.prefills)
-    return Probe(prefills, await measure_decodes(url, machine.decodes), front_end_s)
+# ── the simulated ones ────────────────────────────────────────────────────────────────────────
 
 
-def _call(name: object, tokens: int, reply: int, head: tuple[Piece, ...] = ()) -> Call:
-    own = tokens - sum(piece.length for piece in head)
-    prompt = (*head, Piece(key_of(name), own)) if own else head
-    return Call(f"{name}", prompt, Piece(key_of(name, "reply"), reply))
+def simulate(run: Measured, costs: Costs, load: Load) -> Result:
+    """The same load, on processors that are shared in the same way."""
+    return _simulate(run, costs, [_call_of(found) for found in load.calls], load.spent)
 
 
-async def _warm_up(url: str) -> None:
-    for number in range(4):
-        await one(url, _call(("warm", number), 200, 8))
+def _simulate(
+    run: Measured, costs: Costs, calls: Sequence[Call], spent: Mapping[str, Spent] | None = None
+) -> Result:
+    slowdowns = {InstanceId(name): found.slowdown for name, found in (spent or {}).items()}
+    hub_slowdown = slowdowns.get(InstanceId("orchestrator"), 1.0)
+    options = setup.Options(
+        mode=MODE,
+        blocks=run.blocks,
+        block_size=run.block_size,
+        message_s=costs.message_s * hub_slowdown,
+        front_end_s=costs.front_end_s * hub_slowdown,
+    )
+    model = CostModel(costs.profile)
+    config = msgspec.structs.replace(Config(), scheduler=SchedulerConfig(split="always"))
+    cluster = setup.cluster(options, config, model, calls)
+    cluster = msgspec.structs.replace(cluster, slowdowns=slowdowns)
+    return Simulation(cluster, calls, model, time.perf_counter).run()
 
 
-async def measure_prefills(
-    url: str, points: Iterable[tuple[int, int]]
-) -> tuple[list[PrefillSample], float]:
-    """Medians, from the request's placement to its first token; and the front end's share."""
-    samples: list[PrefillSample] = []
-    outside: list[float] = []
-    for tokens, cached in points:
-        seconds = []
-        for repeat in range(REPEATS):
-            name = ("prefill", tokens, cached, repeat, time.time_ns())
-            head: tuple[Piece, ...] = ()
-            if cached:
-                head = (Piece(key_of(name, "head"), cached),)
-                # one token more than the blocks that are to be found
-                await one(url, _call((name, "before"), cached + 1, 1, head))
-            answer = await one(url, _call(name, tokens, 1, head))
-            steps = _steps(url, answer)
-            seconds.append(steps["first token"] - steps["placed"] - 2 * MESSAGE_S)
-            outside.append((answer.outcome.ttft_s or 0.0) - steps["first token"])
-        samples.append(PrefillSample(tokens, cached, statistics.median(seconds)))
-    return samples, statistics.median(outside)
+def stored(call: Call) -> dict[str, Any]:
+    """A call as JSON: its pieces by name and length."""
+    pieces = [piece for piece in call.prompt if isinstance(piece, Piece)]
+    assert len(pieces) == len(call.prompt), "a synthetic load has no literal tokens"
+    return {
+        "session": call.session,
+        "prompt": [[piece.key, piece.length] for piece in pieces],
+        "reply": [call.reply.key, call.reply.length],
+        "arrival_s": call.arrival_s,
+    }
 
 
-def _steps(url: str, answer: Answer) -> dict[str, float]:
-    """Step → when it was first reached, since the request was submitted."""
-    if answer.outcome.error is not None:
-        raise SystemExit(f"a request failed: {answer.outcome.error}")
-    found: dict[str, float] = {}
-    for step in get(f"{url}/v1/requests/{answer.id}")["requests"][0]["steps"]:
-        found.setdefault(step["name"], step["at_s"])
+def _call_of(found: dict[str, Any]) -> Call:
+    prompt = tuple(Piece(*piece) for piece in found["prompt"])
+    return Call(found["session"], prompt, Piece(*found["reply"]), found["arrival_s"])
+
+
+# ── both ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def row(load: Load, result: Result) -> dict[str, Scalar]:
+    """One load: means, errors, and the seconds for which the engines computed."""
+    found: dict[str, Scalar] = {"load": f"{load.utilisation:.0%}", "requests/s": load.rate}
+    found |= compare(load.outcomes, result.outcomes)
+    for name, share in result.busy.items():
+        spent = load.spent[name]
+        found[f"{name} ran, s"] = spent.ran_s
+        found[f"{name} simulated, s"] = share * result.duration_s / spent.slowdown
+        found[f"{name} slowdown"] = spent.slowdown
+    found["failed"] = sum(outcome.error is not None for outcome in load.outcomes)
     return found
 
 
-async def measure_decodes(url: str, points: Iterable[tuple[int, int]]) -> list[DecodeSample]:
-    """Mean gaps between tokens while the whole batch decodes."""
-    samples: list[DecodeSample] = []
-    for count, tokens in points:
-        name = ("decode", count, tokens, time.time_ns())
-        # as long as it takes until all are there, and then some
-        reply = DECODE_TOKENS + 12 * count
-        calls = [
-            msgspec.structs.replace(_call((name, n), tokens, reply), arrival_s=0.0)
-            for n in range(count)
-        ]
-        answers = await play(url, calls)
-        begin = max(answer.token_times[1] for answer in answers)
-        end = min(answer.token_times[-1] for answer in answers)
-        gaps = [
-            later - earlier
-            for answer in answers
-            for earlier, later in zip(answer.token_times, answer.token_times[1:], strict=False)
-            if earlier >= begin and later <= end
-        ]
-        if len(gaps) >= count * 4:
-            context = count * (tokens + reply // 2)
-            samples.append(DecodeSample(count, context, statistics.mean(gaps)))
-    return samples
+def level(
+    loads: Sequence[Load], results: Sequence[Result], utilisation: float
+) -> dict[str, Scalar]:
+    """All loads of one utilisation together."""
+    pairs = [
+        pair for pair in zip(loads, results, strict=True) if pair[0].utilisation == utilisation
+    ]
+    real = [outcome for load, _ in pairs for outcome in load.outcomes]
+    simulated = [outcome for _, result in pairs for outcome in result.outcomes]
+    return {"load": f"{utilisation:.0%}, all {len(pairs)}", **compare(real, simulated)}
 
 
-def fit(machine: Machine, probes: Sequence[Probe]) -> Profile:
-    """The built-in operators, scaled to what was measured."""
-    shape = setup.MODELS.get(machine.shape)
-    if shape is None:
-        options = setup.Options(model=machine.shape, device=machine.name)
-        shape = setup.costs(options).profile.shape
-    base = built_in(shape, machine.name, model=machine.shape)
-    prefills = [sample for found in probes for sample in found.prefills]
-    decodes = [sample for found in probes for sample in found.decodes]
-    step = fit_decodes(base, fit_prefills(base, prefills), decodes)
-    return msgspec.structs.replace(base, step=step, source="fitted by bench/simulator_check.py")
-
-
-# ── the load ──────────────────────────────────────────────────────────────────────────────────
-
-
-def make_load(machine: Machine, seed: int) -> list[Call]:
-    """Sessions with texts that no earlier run has used."""
-    count = -(-machine.requests // machine.load.turns)
-    calls = list(sessions(machine.load, count, seed + 1000))
-    return poisson(calls, rate=machine.rate, requests=machine.requests, think_s=None, seed=seed)
-
-
-def simulate(
-    machine: Machine, profile: Profile, calls: Sequence[Call], blocks: int, front_end_s: float
-) -> list[Outcome]:
-    """The same load with these costs."""
-    options = setup.Options(
-        mode=MODE,
-        blocks=blocks,
-        block_size=machine.settings.get("engine.block_size"),  # type: ignore[arg-type]
-        message_s=MESSAGE_S,
-        front_end_s=front_end_s,
-    )
-    model = CostModel(profile)
-    cluster = setup.cluster(options, Config(), model, calls)
-    return Simulation(cluster, calls, model, time.perf_counter).run().outcomes
-
-
-def compare(real: Sequence[Answer], simulated: Sequence[Outcome]) -> dict[str, float]:
-    """Means of both, and the simulator's error relative to the real run."""
-    row: dict[str, float] = {}
-    for name in ("ttft_s", "tpot_s", "jct_s"):
-        is_real = report.spread(getattr(answer.outcome, name) for answer in real).mean
-        is_simulated = report.spread(getattr(outcome, name) for outcome in simulated).mean
+def compare(real: Sequence[Outcome], simulated: Sequence[Outcome]) -> dict[str, float]:
+    """Means of both in ms, and the simulator's error in percent of the real mean."""
+    found: dict[str, float] = {}
+    for name in ("ttft", "jct", "tpot"):
+        is_real = report.spread(getattr(outcome, f"{name}_s") for outcome in real).mean
+        is_simulated = report.spread(getattr(outcome, f"{name}_s") for outcome in simulated).mean
         assert is_real is not None and is_simulated is not None
-        row[f"real_{name}"] = is_real
-        row[f"simulated_{name}"] = is_simulated
-        row[f"{name[:-2]}_error"] = is_simulated / is_real - 1
-    return row
+        found[f"{name}, ms"] = 1e3 * is_real
+        found[f"simulated {name}, ms"] = 1e3 * is_simulated
+        found[f"{name} error, %"] = 100 * (is_simulated / is_real - 1)
+    return found
+
+
+def shown(found: dict[str, Scalar]) -> dict[str, Scalar]:
+    """A row of the table: real → simulated, with the error."""
+    cells: dict[str, Scalar] = {"load": found["load"], "requests/s": found.get("requests/s")}
+    for name in ("ttft", "jct", "tpot"):
+        real, simulated = found[f"{name}, ms"], found[f"simulated {name}, ms"]
+        cells[f"{name}, ms"] = f"{real:.1f} → {simulated:.1f}, {found[f'{name} error, %']:+.1f}%"
+    for name in ("P0", "D0"):
+        if f"{name} ran, s" in found:
+            real, simulated = found[f"{name} ran, s"], found[f"{name} simulated, s"]
+            cells[f"{name}, s"] = f"{real:.1f} → {simulated:.1f} (×{found[f'{name} slowdown']:.2f})"
+    cells["failed"] = found.get("failed")
+    return cells
 
 
 if __name__ == "__main__":

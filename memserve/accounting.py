@@ -17,7 +17,7 @@ from memserve.core.lifecycle import Phase, RequestLifecycle
 from memserve.core.loads import Loads, Share
 from memserve.core.pending import Pending
 from memserve.core.vocabulary import Seat
-from memserve.messages import Sent, Transmit, TransmitFailed
+from memserve.messages import AnyCommand, Cancel, Sent, Transmit, TransmitFailed
 from memserve.status import Counters, LinkStatus
 from memserve.types import InstanceId, RequestId, Role, TransferId
 
@@ -42,8 +42,8 @@ class _Charge(msgspec.Struct, frozen=True):
 class Members:
     """The ready instances and what each has to do.
 
-    An instance has enough to do, and is not open to more, while it has `max_running` requests or
-    `max_queued_tokens` prompt tokens to compute.
+    An instance is open to more while it has fewer than `max_running` requests, and busy while the
+    prompts that it has to compute take `max_queued_s` or more, by the cost model.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Members:
         roles: Mapping[InstanceId, Role],
         cost: CostModel,
         max_running: int,
-        max_queued_tokens: int,
+        max_queued_s: float,
         tp_of: Mapping[InstanceId, int] | None = None,
     ) -> None:
         """`tp_of`: as in `Loads`."""
@@ -61,8 +61,10 @@ class Members:
         self.pending = Pending(list(roles))
         """Prompts that were placed, and are not computed yet."""
         self._max_running = max_running
-        self._max_queued_tokens = max_queued_tokens
-        self._num_open: Counter[Role] = Counter()
+        self._max_queued_s = max_queued_s
+        self._num_free: Counter[Role] = Counter()
+        self.num_changes = 0
+        """Of the instances and of what they have to do."""
         self._members: dict[InstanceId, _Member] = {}
         self._charges: dict[RequestId, tuple[_Charge, ...]] = {}
         self._alone: dict[Seat, tuple[RequestId, float]] = {}
@@ -81,21 +83,28 @@ class Members:
         return self._members[instance].seat
 
     @property
-    def open_roles(self) -> set[Role]:
-        """Roles with an instance that is open to more."""
-        return {role for role, count in self._num_open.items() if count}
+    def free_roles(self) -> set[Role]:
+        """Roles with an instance that is open; one that computes prompts must not be busy."""
+        return {role for role, count in self._num_free.items() if count}
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether an instance is busy, or fetches: requests may wait for it by choice."""
+        return bool(self.loads.is_busy.any() or self.loads.num_fetching.any())
 
     def add(self, seat: Seat, role: Role) -> None:
         self._members[seat.instance] = _Member(seat, role)
         self.loads.start(seat.instance)
-        self._num_open[role] += 1
+        self._num_free[role] += 1
+        self.num_changes += 1
 
     def remove(self, seat: Seat) -> None:
         """This life is over; one that is no member is ignored."""
         if seat not in self:
             return
         member = self._members.pop(seat.instance)
-        self._num_open[member.role] -= self._is_open(seat.instance)
+        self._num_free[member.role] -= self._is_free(seat.instance, member.role)
+        self.num_changes += 1
         self._alone.pop(seat, None)
         self.loads.end(seat.instance)
 
@@ -108,12 +117,15 @@ class Members:
         """
         if not _is_prefilling(lifecycle):
             self.pending.remove(lifecycle.spec.id)
+        elif lifecycle.phase is not Phase.FETCH:
+            self.pending.fetched(lifecycle.spec.id)
         before = self._charges.pop(lifecycle.spec.id, ())
         after = _charges(lifecycle, missing_tokens, prefill_s, self._cost)
         if after:
             self._charges[lifecycle.spec.id] = after
         if after == before:
             return
+        self.num_changes += 1
         for charge in before:
             if charge.seat in self:
                 self._observe(lifecycle, charge.seat, now)
@@ -157,8 +169,8 @@ class Members:
         """Raises: AssertionError if the loads are not those of these requests, at their phases."""
         assert self._charges.keys() <= lifecycles.keys()
         loads = self.loads
-        context, requests, queued, prefills = (
-            np.zeros(len(loads.instances), np.int64) for _ in range(4)
+        context, requests, queued, prefills, fetching = (
+            np.zeros(len(loads.instances), np.int64) for _ in range(5)
         )
         for id, charges in self._charges.items():
             assert [charge.seat for charge in charges] == _seats(lifecycles[id])
@@ -169,26 +181,28 @@ class Members:
                     context[slot] += charge.share.context_tokens
                     queued[slot] += charge.share.queued_tokens
                     prefills[slot] += charge.share.prefill_s > 0
+                    fetching[slot] += charge.share.is_fetching
         assert not any(
             _seats(lifecycle) for id, lifecycle in lifecycles.items() if id not in self._charges
         )
         assert (requests == loads.num_requests).all() and (context == loads.context_tokens).all()
         assert (queued == loads.queued_tokens).all() and (prefills == loads.num_prefills).all()
-        num_open = Counter(m.role for id, m in self._members.items() if self._is_open(id))
-        assert +self._num_open == num_open
+        assert (fetching == loads.num_fetching).all()
+        num_free = Counter(m.role for id, m in self._members.items() if self._is_free(id, m.role))
+        assert +self._num_free == num_free
 
-    def _is_open(self, instance: InstanceId) -> bool:
-        return bool(self.loads.is_open[self.loads.slots[instance]])
+    def _is_free(self, instance: InstanceId, role: Role) -> bool:
+        slot = self.loads.slots[instance]
+        is_busy = self.loads.is_busy[slot] and role is not Role.DECODE
+        return bool(self.loads.is_open[slot] and not is_busy)
 
     def _reckon(self, instance: InstanceId) -> None:
-        """See whether it is open still, or again."""
-        slot = self.loads.slots[instance]
-        is_open = bool(
-            self.loads.num_requests[slot] < self._max_running
-            and self.loads.queued_tokens[slot] < self._max_queued_tokens
-        )
-        self._num_open[self._members[instance].role] += is_open - self._is_open(instance)
-        self.loads.is_open[slot] = is_open
+        """See whether it is open and busy, still or again."""
+        slot, role = self.loads.slots[instance], self._members[instance].role
+        was_free = self._is_free(instance, role)
+        self.loads.is_open[slot] = self.loads.num_requests[slot] < self._max_running
+        self.loads.is_busy[slot] = self.loads.prefill_s[slot] >= self._max_queued_s
+        self._num_free[role] += self._is_free(instance, role) - was_free
 
 
 def _is_prefilling(lifecycle: RequestLifecycle) -> bool:
@@ -205,7 +219,8 @@ def _charges(
         return ()
     context_tokens = len(lifecycle.spec.prompt_token_ids)
     running = Share(context_tokens)
-    prefilling = Share(context_tokens, prefill_s, missing_tokens)
+    is_fetching = lifecycle.phase is Phase.FETCH
+    prefilling = Share(context_tokens, prefill_s, missing_tokens, is_fetching)
     if lifecycle.phase not in _FIRST_PHASES:
         seat = plan.decode or plan.first
         if not lifecycle.is_decode_cold:
@@ -251,6 +266,13 @@ class Traffic:
         self._loads = loads
         self._links: dict[tuple[InstanceId, InstanceId], _LinkTotals] = {}
         self._open: dict[TransferId, _UnderWay] = {}
+
+    def commanded(self, instance: InstanceId, command: AnyCommand, block_bytes: int) -> None:
+        """This goes out to the instance."""
+        if isinstance(command, Transmit):
+            self.ordered(instance, command, len(command.block_ids) * block_bytes)
+        elif isinstance(command, Cancel):
+            self.cancelled(instance, command.transfer_id)
 
     def ordered(self, source: InstanceId, command: Transmit, size_bytes: int) -> None:
         """A `Transmit` of so much went out to `source`."""

@@ -26,6 +26,8 @@ class Active(msgspec.Struct):
     fetch_s: float | None = None
     """How long it was to wait for what is fetched, if it is and if the policy could tell."""
     placed_at: float = 0.0
+    has_waited: bool = False
+    """For a busy instance, though there was room elsewhere."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +50,15 @@ class Active(msgspec.Struct):
             num_tokens=len(spec.prompt_token_ids),
             deadline=deadline,
         )
+
+    def newly_known_cached_tokens(self) -> int:
+        """What the first prefill found of the prompt, when that is known for the first time, else
+        0. Notes it in the timeline."""
+        cached = self.lifecycle.cached_tokens
+        if cached is None or self.timeline.cached_tokens is not None:
+            return 0
+        self.timeline.cached_tokens = cached
+        return cached
 
 
 def request_of(event: WorkerEvent) -> RequestId:

@@ -21,7 +21,7 @@ import msgspec
 
 from memserve import config_layers, config_values, engine_args
 from memserve.config_layers import Layered
-from memserve.core.gpu_plan import BY_ROLE, GpuPlan, describe_tp, parse_tp, plan_gpus
+from memserve.core.gpu_plan import BY_ROLE, GpuPlan, check_link, describe_tp, parse_tp, plan_gpus
 from memserve.core.mode import Mode, parse_mode
 from memserve.errors import ConfigError
 from memserve.types import Caching, InstanceId, Role
@@ -100,8 +100,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     wait_timeout_s: Seconds = 60.0
     max_running: AtLeast1 = 256
     """Requests placed on one instance; more wait."""
-    max_queued_tokens: AtLeast1 = 16_384
-    """Prompt tokens that one instance still has to compute, when it is given no more."""
+    max_queued_s: Seconds = 0.5
+    """Predicted time of the prompts that one instance has to compute, when it is given no more."""
     policy: Literal["cost", "prefix", "session", "least_loaded", "round_robin"] = "cost"
     split: Literal["auto", "always", "never"] = "auto"
     fetch: Literal["auto", "always", "never"] = "auto"
@@ -115,8 +115,10 @@ class TransferConfig(msgspec.Struct, frozen=True):
     """`[transfer]`: how KV travels."""
 
     reservation_s: Seconds = 30.0
-    link: Literal["auto", "shm", "ipc"] = "auto"
+    link: Literal["auto", "shm", "ipc", "nccl"] = "auto"
     """auto: the fastest that both ends have."""
+    style: Literal["request", "discrete", "chunk", "layer"] = "request"
+    """See `types.TransferStyle`."""
 
 
 class ModelsConfig(msgspec.Struct, frozen=True):
@@ -306,7 +308,7 @@ _DEFAULT_HBM_MB = 128
 _GPU_SHARE_PERCENT = 88
 """What instances that share a GPU take of it together: each also has a CUDA context and graphs."""
 LINK_OF = {"cpu": "shm", "cuda": "ipc"}
-"""Device → the kind of the links between its instances."""
+"""Device → the kind of the links between its instances, unless another is asked for."""
 _ENGINE = "engine"
 SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     field.name: field.type for field in msgspec.structs.fields(Config) if field.name != _ENGINE
@@ -401,12 +403,10 @@ def _settle(config: Config, origins: dict[str, str]) -> Settings:
             " tier yet",
             "0, or cluster.tp = 1",
         )
-    if config.transfer.link not in ("auto", LINK_OF[device]):
-        raise ConfigError(
-            "transfer.link",
-            f"{config.transfer.link!r} does not reach the memory of device {device}",
-            f"auto, {LINK_OF[device]}",
-        )
+    check_link(config.transfer.link, device, plan)
+    if config.transfer.style == "layer" and max(tp_of.values()) > 1:
+        why = "'layer' asked for, which instances with cluster.tp above 1 cannot do"
+        raise ConfigError("transfer.style", why, "request, discrete, chunk, or cluster.tp = 1")
     if not config.models.served_name:
         origins["models.served_name"] = f"by models.model, {origins['models.model']}"
     if cluster.device == "auto":

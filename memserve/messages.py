@@ -114,7 +114,8 @@ class History(msgspec.Struct, frozen=True):
 class Transmit(Command, frozen=True, tag=True):
     """Write the request's blocks from index `first_block` on into the peer's `block_ids`.
 
-    Done as soon as the request's KV is complete and pinned here; the pin ends with it.
+    Done as soon as the request's KV is complete and pinned here, or in parts, as they get complete
+    (`types.TransferStyle`); the pin ends with it.
     Always answered: by `Sent`, or by `TransmitFailed` (also when it is cancelled).
     """
 

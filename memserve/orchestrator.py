@@ -56,7 +56,7 @@ from memserve.scheduler import GlobalScheduler
 from memserve.scheduler_settings import scheduler_settings
 from memserve.status import AuditReport, Costs, Snapshot
 from memserve.tui import live_view
-from memserve.types import InstanceId, Lora, RequestId, Role
+from memserve.types import InstanceId, Lora, RequestId, Role, TransferStyle
 from memserve.workers.environment import set_engine_environment
 from memserve.workers.spec import WorkerSpec
 
@@ -255,6 +255,7 @@ class Orchestrator:
                     for gpu in (sorted(own[: tp_of[instance]]) if must_measure else ())
                 ),
                 link=config.transfer.link,
+                style=TransferStyle(config.transfer.style),
             )
 
         if plan is not None:

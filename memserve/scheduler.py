@@ -9,8 +9,7 @@ every event. What the instances hold is known to `caches.py`. The paper: section
 A request waits here, where it can still be ordered, while the instances have enough to do:
 `_admit` places the next ones, and is the last thing that every entry point does.
 
-Everything here runs on the event loop and nothing awaits, so no decision is torn: state is read and
-changed in one go.
+Everything here runs on the event loop and nothing awaits, so no decision is torn.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from memserve.core.admission import AdmissionQueue
 from memserve.core.cost_model import CostModel
 from memserve.core.delivery import Delivery
 from memserve.core.lifecycle import Phase, RequestLifecycle
+from memserve.core.loads import Seconds
 from memserve.core.timeline import RequestTimeline, Timeline, TimelineStore
 from memserve.core.tokens import pack
 from memserve.core.vocabulary import (
@@ -53,21 +53,21 @@ from memserve.messages import (
     AnyCommand,
     CacheChanged,
     CacheSnapshot,
-    Cancel,
     Expired,
     PoolStats,
     Sent,
     Tokens,
-    Transmit,
     TransmitFailed,
 )
-from memserve.placing import Placer, SchedulerSettings
+from memserve.placing import Placer
+from memserve.scheduler_settings import SchedulerSettings
 from memserve.status import Counters, LinkStatus
 from memserve.types import InstanceId, RequestId, Role
 
-__all__ = ["GlobalScheduler", "SchedulerSettings"]
-
 logger = logging.getLogger(__name__)
+
+_LOOKED_AT = 4
+"""Of those that wait, so many are considered at a time: placing each takes a while."""
 
 
 class GlobalScheduler:
@@ -87,19 +87,15 @@ class GlobalScheduler:
         self._clock = clock
         self._sink: OutputSink | None = None
         self._cost = cost
-        self._members = Members(
-            self._roles,
-            cost,
-            settings.max_running,
-            settings.max_queued_tokens,
-            settings.tp_of,
-        )
+        limits = settings.max_running, settings.max_queued_s
+        self._members = Members(roles, cost, *limits, settings.tp_of)
         self._placer = Placer(settings, cost, self._roles, self._members)
-        self._hopeless: set[InstanceId] = set()
         self._caches: Caches | None = None
         self._limits: Limits | None = None
         self._requests: dict[RequestId, Active] = {}
         self._queue = AdmissionQueue(settings.max_waiting)
+        self._fruitless: int | None = None
+        """How many changes there had been when nobody's place was free."""
         self._timelines = TimelineStore(settings.timeline_requests)
         self._traffic = Traffic(self._members.loads)
         self._totals = Totals()
@@ -126,10 +122,10 @@ class GlobalScheduler:
         """
         if self._is_closing:
             raise UnavailableError("the server is shutting down")
-        if self._limits is None or not self._placer.can_place(self._roles.keys() - self._hopeless):
+        if self._limits is None or not self._placer.is_possible:
             raise UnavailableError("no instance can serve requests now")
         now = self._clock()
-        if self._queue.is_full and not self._placer.has_room():
+        if self._queue.is_full and (self._queue or not self._placer.has_room()):
             raise OverloadedError(
                 f"{len(self._queue)} requests are waiting already (scheduler.max_waiting)",
                 self._queue.retry_after_s(now),
@@ -194,7 +190,7 @@ class GlobalScheduler:
     def instance_ready(self, seat: Seat) -> None:
         """The instance can take requests; its links are open."""
         self._members.add(seat, self._roles[seat.instance])
-        self._hopeless.discard(seat.instance)
+        self._placer.expect(seat.instance, True)
         self._admit()
 
     def instance_lost(self, seat: Seat, *, returns: bool) -> None:
@@ -202,15 +198,14 @@ class GlobalScheduler:
 
         `returns`: it is being started again; requests may wait for it.
         """
-        if not returns:
-            self._hopeless.add(seat.instance)
+        self._placer.expect(seat.instance, returns)
         self._members.remove(seat)
         if self._caches is not None:
             self._caches.lost(seat.instance)
         self._traffic.lost(seat.instance)
         for active in list(self._requests.values()):
             self._step(active, InstanceLost(seat))
-        if not self._placer.can_place(self._roles.keys() - self._hopeless):
+        if not self._placer.is_possible:
             error = UnavailableError("no instance is left that could serve it")
             self._refuse(self._queue.waiting(), error)
         self._admit()
@@ -219,12 +214,12 @@ class GlobalScheduler:
         self, seat: Seat, event: WorkerEvent | Tokens | CacheChanged | CacheSnapshot
     ) -> None:
         """One event of a living instance."""
-        if isinstance(event, CacheChanged | CacheSnapshot):
+        if isinstance(event, Tokens):  # by far the most
+            self._on_tokens(event)
+        elif isinstance(event, CacheChanged | CacheSnapshot):
             if self._caches is not None:
                 self._caches.on_event(seat, event)
             return
-        if isinstance(event, Tokens):
-            self._on_tokens(event)
         else:
             if isinstance(event, Sent | TransmitFailed):
                 self._traffic.answered(event)
@@ -249,6 +244,7 @@ class GlobalScheduler:
             self._refuse(overdue, self._waited_too_long(now))
         if self._caches is not None:
             self._caches.tick()
+        self._fruitless = None
         self._admit()
 
     def check_trees(self) -> dict[InstanceId, asyncio.Future[list[str]]]:
@@ -300,27 +296,42 @@ class GlobalScheduler:
             id for id, active in self._requests.items() if active.lifecycle.phase is Phase.UNPLACED
         }
         assert unplaced == set(self._queue.waiting())
-        assert not (self._queue and self._placer.has_room()), "somebody waits though there is room"
+        waits_in_vain = self._queue and self._placer.has_room() and not self._members.is_waited_for
+        assert not waits_in_vain, "somebody waits though there is room everywhere"
         assert self.idle.is_set() == (not self._requests)
         self._members.check_integrity({id: a.lifecycle for id, a in self._requests.items()})
 
     # ── placing ───────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
-        """Place those whose turn it is, while there is room."""
+        """Place those whose turn it is, while there is room where they had better be."""
         while self._queue and self._placer.has_room():
-            ticket = self._queue.pop(self._clock())
-            assert ticket is not None
-            self._place(self._requests[ticket.id])
+            changes = self._members.num_changes + self._queue.num_changes
+            if changes == self._fruitless:
+                return
+            if not self._place_next():
+                self._fruitless = changes
 
-    def _place(self, active: Active) -> None:
-        """Give the request its instances. There must be room."""
+    def _place_next(self) -> bool:
+        """Place those of the next ones whose place is free; whether there was one."""
+        ahead_s = self._placer.nobody_ahead()
+        is_placed = False
+        for ticket in self._queue.first(_LOOKED_AT):
+            if self._placer.has_room():
+                is_placed |= self._place(self._requests[ticket.id], ahead_s)
+        return is_placed
+
+    def _place(self, active: Active, ahead_s: Seconds) -> bool:
+        """Give the request its instances, if they are free (`Placer.place`)."""
         assert self._caches is not None and self._limits is not None
-        block_size = self._limits.block_size
-        match = self._caches.match(active.path(block_size))
-        mean_generated = self._totals.mean_generated_tokens
-        plan = self._placer.place(active, match, block_size, mean_generated, self._clock())
+        now, path = self._clock(), active.path(self._limits.block_size)
+        generates = self._totals.mean_generated_tokens
+        plan = self._placer.place(active, path, self._caches.match(path), generates, now, ahead_s)
+        if plan is None:
+            return False
+        self._queue.take(active.lifecycle.spec.id, now)
         self._carry_out(active, active.lifecycle.place(plan))
+        return True
 
     def _refuse(self, waiting: Iterable[RequestId], error: MemServeError) -> None:
         for request_id in waiting:
@@ -339,22 +350,30 @@ class GlobalScheduler:
     # ── events and actions ────────────────────────────────────────────────────────────────────
 
     def _on_tokens(self, event: Tokens) -> None:
+        now = self._clock()
         deliveries: dict[RequestId, Delivery] = {}
         for output in event.outputs:
             active = self._requests.get(output.request_id)
             if active is None:
                 continue
-            for action in self._step(active, Output(event.instance, output)):
-                if isinstance(action, Deliver):
-                    deliveries[output.request_id] = action.delivery
-                    self._note_delivery(active, event.instance, action.delivery, output.token_ids)
+            delivery = active.lifecycle.more_tokens(event.instance, output)
+            if delivery is None:
+                actions = self._step(active, Output(event.instance, output))
+                delivery = next((a.delivery for a in actions if isinstance(a, Deliver)), None)
+            if delivery is not None:
+                deliveries[output.request_id] = delivery
+                self._note_delivery(active, event.instance, delivery, output.token_ids, now)
         if deliveries and self._sink is not None:
             self._sink.on_step(event.payload, deliveries)
 
     def _note_delivery(
-        self, active: Active, instance: InstanceId, delivery: Delivery, token_ids: list[int]
+        self,
+        active: Active,
+        instance: InstanceId,
+        delivery: Delivery,
+        token_ids: list[int],
+        now: float,
     ) -> None:
-        now = self._clock()
         if delivery.tokens and token_ids:
             active.timeline.note_tokens(len(token_ids), now, instance)
             self._totals.generated_tokens += len(token_ids)
@@ -382,7 +401,7 @@ class GlobalScheduler:
                     self._send_command(action)
                 case Note():
                     active.timeline.note(action.name, now, action.instance, action.detail)
-                    self._learn_cached(active, action)
+                    self._totals.cached_tokens += active.newly_known_cached_tokens()
                 case Learned():
                     self._learn(active, action)
                 case Fail():
@@ -406,20 +425,9 @@ class GlobalScheduler:
         if seat not in self._members:
             return
         self._send(seat, action.command)
-        if isinstance(action.command, Cancel):
-            self._traffic.cancelled(action.instance, action.command.transfer_id)
-        if isinstance(action.command, Transmit):
-            assert self._limits is not None
-            num_tokens = len(action.command.block_ids) * self._limits.block_size
-            size_bytes = self._cost.kv_bytes(num_tokens)
-            self._traffic.ordered(action.instance, action.command, size_bytes)
-
-    def _learn_cached(self, active: Active, note: Note) -> None:
-        """The first prefill said how much of the prompt it found."""
-        cached = active.lifecycle.cached_tokens
-        if note.name == "started" and active.timeline.cached_tokens is None and cached is not None:
-            active.timeline.cached_tokens = cached
-            self._totals.cached_tokens += cached
+        if self._limits is not None:
+            block_bytes = self._cost.kv_bytes(self._limits.block_size)
+            self._traffic.commanded(action.instance, action.command, block_bytes)
 
     def _learn(self, active: Active, action: Learned) -> None:
         assert self._caches is not None and self._limits is not None

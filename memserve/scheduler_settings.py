@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from memserve.caches import Freshness
 from memserve.config import Config
+from memserve.core.policies import PolicyName
 from memserve.core.policy import Fetching, Split
-from memserve.scheduler import SchedulerSettings
-from memserve.types import Caching
+from memserve.types import Caching, InstanceId
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True):
+    """The scheduler's part of the configuration."""
+
+    caching: Caching
+    max_attempts: int
+    max_waiting: int
+    wait_timeout_s: float
+    max_running: int
+    max_queued_s: float
+    timeline_requests: int
+    freshness: Freshness
+    tree_ttl_s: float
+    tree_max_blocks: int
+    reservation_s: float
+    policy: PolicyName
+    split: Split
+    fetching: Fetching
+    link: str
+    """The kind of the links between instances, as the cost model calls it."""
+    tp_of: dict[InstanceId, int] | None = None
+    """Ranks of each instance; None: those that the cost model is for."""
 
 
 def scheduler_settings(config: Config, caching: Caching, link: str) -> SchedulerSettings:
@@ -17,7 +43,7 @@ def scheduler_settings(config: Config, caching: Caching, link: str) -> Scheduler
         max_waiting=scheduler.max_waiting,
         wait_timeout_s=scheduler.wait_timeout_s,
         max_running=scheduler.max_running,
-        max_queued_tokens=scheduler.max_queued_tokens,
+        max_queued_s=scheduler.max_queued_s,
         timeline_requests=scheduler.timeline_requests,
         freshness=scheduler.freshness,
         tree_ttl_s=scheduler.tree_ttl_s,

@@ -27,6 +27,13 @@ SlotId = NewType("SlotId", int)
 """Index of a KV block's place in an instance's host memory."""
 
 
+COPYING_LINKS = frozenset({"shm"})
+"""Kinds of links that copy in the thread of the sender's engine, a portion between two steps."""
+
+COPIED_PORTION_BYTES = 32 << 20
+"""3 ms at the 10 GB/s of one core; a decode step takes ten times as long."""
+
+
 class Role(enum.Enum):
     """What an instance does for a request."""
 
@@ -104,6 +111,19 @@ class Direction(enum.Enum):
     """D → P: the prompt's and the generated tokens' KV, when the request has ended."""
 
 
+class TransferStyle(enum.Enum):
+    """When a prompt's KV is sent, and in what pieces (the paper's section 4.2)."""
+
+    REQUEST = "request"
+    """When its request has ended, in as few pieces as its blocks allow."""
+    DISCRETE = "discrete"
+    """The same moment, but each layer's page of each block is a copy of its own."""
+    CHUNK = "chunk"
+    """Full blocks after each step of the prefill that computed some; the rest as REQUEST."""
+    LAYER = "layer"
+    """Each layer of the blocks that a step completes as soon as the step has computed it."""
+
+
 class InstanceState(enum.Enum):
     """Membership, as the cluster manager sees it."""
 
@@ -160,6 +180,10 @@ class Geometry(msgspec.Struct, frozen=True):
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of this rank."""
         return self.page_bytes * self.num_layers
+
+    def only(self, layer: int) -> Geometry:
+        """The same blocks with nothing but the pages of this layer."""
+        return msgspec.structs.replace(self, layer_offsets=(self.layer_offsets[layer],))
 
     @property
     def is_aggregated(self) -> bool:

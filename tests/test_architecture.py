@@ -49,9 +49,10 @@ MAY_IMPORT: dict[str, str] = {
     "accounting": "core messages status types",
     "active": "core types",
     "caches": "core messages types",
-    "placing": "accounting active caches core types",
+    "placing": "accounting active caches core scheduler_settings types",
     "scheduler": (
-        "accounting active caches core errors frontend.service messages placing status types"
+        "accounting active caches core errors frontend.service messages placing"
+        " scheduler_settings status types"
     ),
     # the front end says in `service` what it needs of the others, and sees no more of them
     "frontend": "core.delivery core.vocabulary errors frontend messages types",
@@ -66,7 +67,7 @@ MAY_IMPORT: dict[str, str] = {
     "workers": "changes core errors messages ops types workers",
     "workers.environment": "",
     "workers.spec": "core.cost_model errors messages types",
-    "scheduler_settings": "config core scheduler types",
+    "scheduler_settings": "caches config core types",
     # the scheduler over simulated instances: a worker's books, without its engine and its wires
     "simulator": (
         "changes config core errors messages profiles scheduler scheduler_settings simulator types"
@@ -110,7 +111,6 @@ LONGER_FILES: dict[str, str] = {
     "memserve/messages.py": "the whole control protocol, with its picture",
     "memserve/cluster.py": "one table of instances, and every event that changes it",
     "memserve/workers/engine_loop.py": "one loop: every command that it serves, and its answers",
-    "memserve/workers/transfer.py": "both halves of one protocol, over one table of peers",
 }
 """File → why it may be longer."""
 

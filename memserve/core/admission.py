@@ -1,6 +1,7 @@
 """Who is placed next: the requests that wait for room, in order.
 
-Collaborator: `scheduler.py` pushes what it cannot place, and pops while an instance has room.
+Collaborator: `scheduler.py` pushes what comes, looks at the first ones while an instance has room,
+and takes those whose place is free. One that waits for its place lets the others pass.
 
 Requests that had their place already, and lost it, go first. Then the lowest priority number.
 Among equal priorities the clients (API keys) share what the cluster can do, counted in tokens: next
@@ -13,8 +14,11 @@ each request has its deadline.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import deque
+from collections.abc import Iterator
 
 import msgspec
 
@@ -52,6 +56,8 @@ class AdmissionQueue:
         self._level = 0
         """What the client that was served last had been given before."""
         self._turns: deque[float] = deque(maxlen=_REMEMBERED)
+        self.num_changes = 0
+        """Requests that came or went."""
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -66,6 +72,7 @@ class AdmissionQueue:
     def push(self, ticket: Ticket) -> None:
         """The end of its line. Whether the queue is full is the caller's business (`is_full`)."""
         self._tickets[ticket.id] = ticket
+        self.num_changes += 1
         lines = self._lines.setdefault(ticket.priority, {})
         if not any(ticket.client in others for others in self._lines.values()):
             self._given[ticket.client] = max(self._given.get(ticket.client, 0), self._level)
@@ -74,25 +81,45 @@ class AdmissionQueue:
     def push_returned(self, ticket: Ticket) -> None:
         """A request that had its turn, and was paid for: it goes first."""
         self._tickets[ticket.id] = ticket
+        self.num_changes += 1
         self._returned.append(ticket)
 
-    def pop(self, now: float) -> Ticket | None:
-        """Whose turn it is; charges its client."""
-        if not self._tickets:
-            return None
+    def first(self, count: int) -> list[Ticket]:
+        """The next ones, in the order in which they are to be served. Does not mutate."""
+        tickets = list(itertools.islice(self._returned, count))
+        for priority in sorted(self._lines):
+            if len(tickets) < count:
+                in_turn = self._in_turn(self._lines[priority])
+                tickets += itertools.islice(in_turn, count - len(tickets))
+        return tickets
+
+    def _in_turn(self, lines: dict[str, deque[Ticket]]) -> Iterator[Ticket]:
+        """Always the first in the line of the client that was given the fewest tokens by then."""
+        turns = [
+            (self._given[client], number, iter(line))
+            for number, (client, line) in enumerate(lines.items())
+        ]
+        heapq.heapify(turns)
+        while turns:
+            given, number, line = turns[0]
+            ticket = next(line, None)
+            if ticket is None:
+                heapq.heappop(turns)
+            else:
+                heapq.heapreplace(turns, (given + ticket.num_tokens, number, line))
+                yield ticket
+
+    def take(self, request_id: RequestId, now: float) -> None:
+        """It is served: takes it out, and charges its client. Raises: KeyError."""
+        ticket = self._tickets.pop(request_id)
+        self.num_changes += 1
         self._turns.append(now)
-        if self._returned:
-            ticket = self._returned.popleft()
-        else:
-            priority = min(self._lines)
-            lines = self._lines[priority]
-            client = min(lines, key=self._given.__getitem__)
-            ticket = lines[client][0]
-            self._level = max(self._level, self._given[client])
-            self._leave_line(ticket)
-            self.charge(client, ticket.num_tokens)
-        del self._tickets[ticket.id]
-        return ticket
+        if ticket in self._returned:
+            self._returned.remove(ticket)
+            return
+        self._level = max(self._level, self._given[ticket.client])
+        self._leave_line(ticket)
+        self.charge(ticket.client, ticket.num_tokens)
 
     def charge(self, client: str, num_tokens: int) -> None:
         """The client was given so much more: a turn, or generated tokens."""
@@ -103,6 +130,7 @@ class AdmissionQueue:
         ticket = self._tickets.pop(request_id, None)
         if ticket is None:
             return False
+        self.num_changes += 1
         if ticket in self._returned:
             self._returned.remove(ticket)
         else:

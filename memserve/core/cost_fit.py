@@ -1,8 +1,6 @@
 """From measurements to a `Profile`: operators first, then how the engine runs them.
 
-`workers/calibrate.py` measures the samples (`cost_samples.py`); nothing here measures. Beside the
-operators stands `WholeModelFit`, which looks at whole prefills only: for comparison (the paper:
-figure 14).
+`workers/calibrate.py` measures the samples (`cost_samples.py`); nothing here measures.
 
 All fits are least squares of relative errors (`least_squares.py`).
 """
@@ -17,6 +15,7 @@ import numpy as np
 
 from memserve.core.cost_model import CostModel
 from memserve.core.cost_samples import (
+    UNDISTURBED,
     AttentionSample,
     DecodeSample,
     GemmSample,
@@ -25,6 +24,7 @@ from memserve.core.cost_samples import (
     PrefillSample,
     ReduceSample,
     Samples,
+    undisturbed,
 )
 from memserve.core.least_squares import columns, mean_error, nonnegative, relative
 from memserve.core.profile import (
@@ -47,6 +47,8 @@ _SCALE_PRIOR = 0.03
 """How firmly the engine's scales are held near 1: as a relative error of this part of a prefill."""
 _DECODE_SCALE_PRIOR = 0.1
 """The same for decode steps, whose host time and operators are harder to tell apart."""
+_DEGREES = (1, 2, 4, 8)
+"""Of tensor parallelism, that hosts are predicted for."""
 _ROUNDS = 20
 _MOST_GUESSES = 5
 _COLUMNS = (
@@ -90,9 +92,27 @@ def fit_operators(samples: Samples, fallback: Profile) -> Profile:
         links={**fallback.links, **fit_links(samples.links)},
     )
     _check_complete(profile)
-    step = fit_decodes(profile, fit_prefills(profile, samples.prefills), samples.decodes)
+    prefills = undisturbed(samples.prefills)
+    step = fit_decodes(profile, fit_prefills(profile, prefills), samples.decodes)
     profile = msgspec.structs.replace(profile, step=step)
-    return msgspec.structs.replace(profile, error=_prefill_error(profile, samples.prefills))
+    if len(prefills) < len(samples.prefills):
+        profile = msgspec.structs.replace(profile, steps=_fit_slowest(profile, samples))
+    return msgspec.structs.replace(profile, error=_prefill_error(profile, prefills))
+
+
+def _fit_slowest(profile: Profile, samples: Samples) -> dict[int, StepFit]:
+    """By the number of ranks, the engine's steps where the slowest of so many hosts counts.
+
+    Every rank launches its own kernels, and at each all-reduce the others wait for it. If one host
+    needs less than t in a share p of all cases, then the slowest of n does in p^n of them. So what
+    is undisturbed of n ranks is of one rank not the lower quartile, but the 0.25^(1/n) quantile.
+    """
+    found = {}
+    for ranks in _DEGREES:
+        share = UNDISTURBED ** (samples.tp / ranks)
+        step = fit_prefills(profile, undisturbed(samples.prefills, share))
+        found[ranks] = fit_decodes(profile, step, samples.decodes)
+    return found
 
 
 def _check_complete(profile: Profile) -> None:
@@ -402,42 +422,3 @@ def _prefill_error(profile: Profile, samples: Sequence[PrefillSample]) -> float 
     model = CostModel(profile)
     predicted = np.array([model.exec_s(s.num_tokens, s.cached_tokens) for s in samples])
     return mean_error(predicted, np.array([sample.seconds for sample in samples]))
-
-
-# ── whole prefills, for comparison ────────────────────────────────────────────────────────────
-
-
-class WholeModelFit(msgspec.Struct, frozen=True):
-    """Seconds of a prefill as one polynomial, with nothing known of what is inside it.
-
-    `a·n·c + b·n² + c·n + d·c + e` with n tokens computed after c cached ones.
-    """
-
-    tp: int
-    coefficients: tuple[float, ...]
-
-    def exec_s(self, num_tokens: int, cached_tokens: int = 0) -> float:
-        """As `CostModel.exec_s`."""
-        terms = _whole_terms(np.array([num_tokens]), np.array([cached_tokens]))
-        return float((terms @ np.array(self.coefficients))[0])
-
-    def with_tp(self, tp: int) -> WholeModelFit:
-        """All it can do: divide by the number of ranks."""
-        ratio = self.tp / tp
-        return WholeModelFit(tp, tuple(ratio * number for number in self.coefficients))
-
-
-def fit_whole_model(prefills: Sequence[PrefillSample], tp: int = 1) -> WholeModelFit:
-    """The best polynomial. Raises: ValueError without samples."""
-    if not prefills:
-        raise ValueError("a whole-model fit needs prefills")
-    total, cached, seconds = columns(
-        (sample.num_tokens, sample.cached_tokens, sample.seconds) for sample in prefills
-    )
-    return WholeModelFit(tp, tuple(relative(_whole_terms(total, cached), seconds).tolist()))
-
-
-def _whole_terms(total: np.ndarray, cached: np.ndarray) -> Floats:
-    before = np.minimum(cached, total - 1).astype(np.float64)
-    new = total - before
-    return np.stack([new * before, new * new, new, before, np.ones(len(new))], axis=1)

@@ -46,7 +46,7 @@ class CostModel:
         if self.tp < 1:
             raise ValueError(f"a tensor-parallel degree of {self.tp}; allowed: 1 or more")
         self._factor = 1.0
-        step, layers = profile.step, profile.shape.num_layers
+        step, layers = profile.step_fit(self.tp), profile.shape.num_layers
         self._chunk = profile.chunk_tokens
         self._graph_tokens = profile.graph_sizes[-1] if profile.graph_sizes else 0
         self._request_s, self._prompt_token_s = step.request_s, step.prompt_token_s

@@ -21,10 +21,16 @@ An instance that generates adds to its steps, for all of its n requests:
 
     load = expected tokens · ((n + 1) · step(n + 1) - n · step(n))
 
-A request that runs whole also keeps the n requests of its instance waiting while it is computed; a
-split one has to hand over what D lacks. The least sum wins. Instances whose pool has no room for
-the request count only if none has. Near ties go to who need not fetch, then to the fewest requests,
-then to the emptiest pool.
+A request that runs whole also keeps the n requests of its instance waiting while it is computed;
+any keeps those waiting that still fetch there, for it overtakes them. A split one has to hand over
+what D lacks. Whoever comes later waits too while a prompt is computed:
+about as many as an instance has to compute in the median now, the followers, so exec counts for
+each of them. Idle instances may compute one prefix twice to save a moment; with work everywhere it
+is better queued for, or fetched.
+
+The least sum wins. Instances whose pool has no room for the request count only if none has. Near
+ties go to who need not fetch, then to the fewest requests, then to the emptiest pool. Busy
+instances count as others do: their queues, and what waits for them at the scheduler, are in it.
 """
 
 from __future__ import annotations
@@ -43,6 +49,7 @@ from memserve.core.policy import (
     eligible,
 )
 from memserve.core.timeline import Detail, Number
+from memserve.types import COPIED_PORTION_BYTES, COPYING_LINKS
 
 _TIE = 0.01
 _TIE_S = 50e-6
@@ -51,8 +58,6 @@ _FEW = 128
 _MOST = np.iinfo(np.int64).max
 _SHOWN = 3
 """Candidates of each kind that a reason shows."""
-_PORTION_BYTES = 32 << 20
-"""What a link that copies in the engine's thread copies between two steps (`links/shm.py`)."""
 _ROUND_TRIPS_S = 1e-3
 """Of a fetch: reserving and ordering, over the control channel."""
 
@@ -63,8 +68,10 @@ class _Firsts(msgspec.Struct):
     cached: Counts
     queue_s: Seconds
     exec_s: Seconds
+    num_followers: int
     num_waiting: Counts
-    """Requests that wait while the prompt is computed: its own, and those that generate there."""
+    """Requests that wait while the prompt is computed: its own, those that generate or fetch there,
+    and the followers."""
     total_s: Seconds
     """For all of them."""
     decode_s: Seconds
@@ -94,7 +101,7 @@ class CostPolicy:
         cost.transfer_s(1, link)
         self._cost = cost
         self._link = cost.profile.links[link]
-        self._is_in_turn = link == "shm"
+        self._is_in_turn = link in COPYING_LINKS
         self._split = split
         self._whole_on_decode = is_calibrated
         self._token_bytes = cost.kv_bytes(1)
@@ -103,7 +110,7 @@ class CostPolicy:
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
         can = eligible(loads, self._split, whole_on_decode=self._whole_on_decode)
-        firsts = self._firsts(demand, loads)
+        firsts = self._firsts(demand, loads, can)
         load_s = self._load_s(demand, loads)
         has_room = loads.free_tokens >= demand.num_tokens + demand.expected_tokens
         is_fetched = firsts.fetched > 0
@@ -121,9 +128,12 @@ class CostPolicy:
         reason = self._reason(demand, loads, can, firsts, load_s, first, decode)
         return self._placement(loads, firsts, first, decode, reason)
 
+    def placed(self, demand: Demand, placement: Placement) -> None:
+        """See `Policy`: there is nothing to remember."""
+
     # ── computing the prompt ──────────────────────────────────────────────────────────────────
 
-    def _firsts(self, demand: Demand, loads: Loads) -> _Firsts:
+    def _firsts(self, demand: Demand, loads: Loads, can: Eligible) -> _Firsts:
         cached = demand.found()
         queue_s = loads.queue_s(demand.now)
         swap_s = self._swap_s(demand) if demand.dram_tokens.any() else None
@@ -132,17 +142,21 @@ class CostPolicy:
             exec_s = np.minimum(exec_s + swap_s, self._exec_in_hbm_s(demand, cached))
         chunk_s = self._chunk_s()
         num_decoding = loads.num_requests - loads.num_prefills
+        num_followers = _followers(loads, can)
+        num_waiting = num_decoding + loads.num_fetching + (1 + num_followers)
         decode_s = np.where(num_decoding > 0, loads.step_s, 0.0)
         # Such a step ends with the queue; of others, half is left on average.
         is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
         rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
+        ahead_s = queue_s if demand.ahead_s is None else queue_s + demand.ahead_s
         count = len(cached)
         firsts = _Firsts(
             cached=cached,
-            queue_s=queue_s,
+            queue_s=ahead_s,
             exec_s=exec_s,
-            num_waiting=num_decoding + 1,
-            total_s=queue_s + exec_s * (num_decoding + 1),
+            num_followers=num_followers,
+            num_waiting=num_waiting,
+            total_s=ahead_s + exec_s * num_waiting,
             decode_s=decode_s,
             is_last=is_last,
             rest_s=rest_s + decode_s / 2,
@@ -221,7 +235,7 @@ class CostPolicy:
         fixed_s = _ROUND_TRIPS_S + float(firsts.rest_s[source]) + self._link.fixed_s
         fetch_s = fixed_s + firsts.rest_s + size_bytes / self._link.bytes_per_s
         if step_s:
-            turns = size_bytes // _PORTION_BYTES if self._is_in_turn else 1
+            turns = size_bytes // COPIED_PORTION_BYTES if self._is_in_turn else 1
             fetch_s = fetch_s + turns * step_s
         if firsts.swap_s is not None:  # both bring theirs first, between two steps
             fetch_s = fetch_s + firsts.swap_s
@@ -315,8 +329,16 @@ class CostPolicy:
             "policy": self.name,
             "tokens": demand.num_tokens,
             "expected_tokens": demand.expected_tokens,
+            "followers": firsts.num_followers,
             "candidates": candidates,
         }
+
+
+def _followers(loads: Loads, can: Eligible) -> int:
+    """Prompts that an instance which computes some has to compute: the (lower) median."""
+    waiting = loads.num_prefills[can.whole | can.prefill]
+    middle = (len(waiting) - 1) // 2
+    return int(np.partition(waiting, middle)[middle])
 
 
 def _argmin(values: Seconds | Counts) -> int:

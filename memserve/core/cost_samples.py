@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from memserve.core.profile import Gemm, ModelShape
+
+UNDISTURBED = 0.25
+"""Of the prefills at a point, the one at this share of them counts: a disturbed one only takes
+longer."""
 
 
 class GemmSample(msgspec.Struct, frozen=True):
@@ -55,7 +61,7 @@ class ReduceSample(msgspec.Struct, frozen=True):
     size_bytes: int
     seconds: float
     launch_s: float
-    """What the host took to launch it."""
+    """What the host of the slowest rank took to launch it."""
 
 
 class PrefillSample(msgspec.Struct, frozen=True):
@@ -96,4 +102,20 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     reduces: list[ReduceSample] = []
     """None where there is one device only."""
     prefills: list[PrefillSample]
+    """All, several at each point: the host's speed varies (`undisturbed`)."""
     decodes: list[DecodeSample]
+
+
+def undisturbed(
+    prefills: Iterable[PrefillSample], share: float = UNDISTURBED
+) -> list[PrefillSample]:
+    """Of those at each point the one that `share` of them are quicker than."""
+    points: dict[tuple[int, int], list[PrefillSample]] = {}
+    for sample in prefills:
+        points.setdefault((sample.num_tokens, sample.cached_tokens), []).append(sample)
+    return [
+        sorted(found, key=lambda sample: sample.seconds)[
+            min(int(len(found) * share), len(found) - 1)
+        ]
+        for found in points.values()
+    ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 import msgspec
 
@@ -22,6 +23,8 @@ BY_ROLE = r"^(P|D|PD)=[1-9][0-9]*(,(P|D|PD)=[1-9][0-9]*)*$"
 """Tensor parallelism of each role, as text: `P=2,D=1`; roles that it does not name have 1."""
 
 _KEY = "cluster.tp"
+_LINKS = {"cpu": ("shm",), "cuda": ("ipc", "nccl")}
+"""Device → the kinds of links that reach its memory."""
 
 
 class GpuPlan(msgspec.Struct, frozen=True):
@@ -52,6 +55,26 @@ class GpuPlan(msgspec.Struct, frozen=True):
         own = self.gpus_of[instance]
         others = {gpu for gpus in self.gpus_of.values() for gpu in gpus} - set(own)
         return (*own, *sorted(others))
+
+
+def check_link(kind: str, device: str, plan: GpuPlan | None) -> None:
+    """Whether links of this kind, or `auto`, can join the instances. Raises: ConfigError."""
+    usable = _LINKS[device]
+    if kind not in ("auto", *usable):
+        raise ConfigError(
+            "transfer.link",
+            f"{kind!r} does not reach the memory of device {device}",
+            ", ".join(("auto", *usable)),
+        )
+    if kind == "nccl" and plan is not None:
+        for one, other in combinations(plan.gpus_of, 2):
+            shared = set(plan.gpus_of[one]) & set(plan.gpus_of[other])
+            if shared:
+                raise ConfigError(
+                    "transfer.link",
+                    f"NCCL cannot join {one} and {other}, which share GPU {min(shared)}",
+                    "auto, ipc",
+                )
 
 
 def parse_tp(value: int | str, roles: Sequence[Role]) -> dict[Role, int]:

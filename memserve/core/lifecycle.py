@@ -97,6 +97,9 @@ _INSERTED = {
 }
 """The timeline's word for a transfer whose KV has arrived."""
 
+_TOKENS = Delivery(tokens=True, final=False, prompt=False)
+_TOKENS_AND_PROMPT = Delivery(tokens=True, final=False, prompt=True)
+
 
 class RequestLifecycle:
     """One request, from its first placement until nobody holds anything for it."""
@@ -164,6 +167,26 @@ class RequestLifecycle:
             return []
         actions = self._dispatch(event)
         return [*actions, *self._end_if_quiet()]
+
+    def more_tokens(self, instance: InstanceId, output: TokenOutput) -> Delivery | None:
+        """The short way for most outputs: nothing but more tokens of who generates already.
+
+        Mutates as `step` does, which would answer with this delivery alone; None: it has to.
+        """
+        plan = self.plan
+        if plan is None or output.attempt != self.attempt or output.finish_reason is not None:
+            return None
+        if self.phase is Phase.DECODE and not self.is_decode_cold:
+            runner, delivery = plan.decode, _TOKENS
+        elif self.phase is Phase.PREFILL and plan.decode is None and self.is_prompt_computed:
+            runner, delivery = plan.first, _TOKENS_AND_PROMPT
+        else:
+            return None
+        if runner is None or runner.instance != instance:
+            return None
+        self.generated += output.token_ids
+        says_prompt = delivery.prompt and self._prompt_attempt == self.attempt
+        return delivery if says_prompt else _TOKENS
 
     def check_integrity(self) -> None:
         """Raises: AssertionError if the state contradicts itself."""

@@ -34,6 +34,8 @@ class Share(msgspec.Struct, frozen=True):
     """Of computing its prompt, which has not ended."""
     queued_tokens: int = 0
     """Of the prompt, still to be computed."""
+    is_fetching: bool = False
+    """Before that can begin."""
 
 
 class Loads:
@@ -57,10 +59,14 @@ class Loads:
         count = len(self.instances)
         self.is_ready: Bools = np.zeros(count, bool)
         self.is_open: Bools = np.zeros(count, bool)
-        """Ready, and may be given more requests."""
+        """Ready, and may have more requests."""
+        self.is_busy: Bools = np.zeros(count, bool)
+        """Has enough prompts to compute: what is to be computed there waits at the scheduler."""
         self.num_requests: Counts = np.zeros(count, np.int64)
         self.num_prefills: Counts = np.zeros(count, np.int64)
         """Of those: whose prompt is not computed yet."""
+        self.num_fetching: Counts = np.zeros(count, np.int64)
+        """Of those: who fetch, and are not in the engine's queue yet."""
         self.queued_tokens: Counts = np.zeros(count, np.int64)
         self.context_tokens: Counts = np.zeros(count, np.int64)
         self.free_tokens: Counts = np.full(count, _UNKNOWN, np.int64)
@@ -76,7 +82,8 @@ class Loads:
         """Of a decode step with the requests that it has."""
         self.next_step_s: Seconds = np.zeros(count)
         """The same with one request more, whose context is still empty."""
-        self._prefill_s: Seconds = np.zeros(count)
+        self.prefill_s: Seconds = np.zeros(count)
+        """Of computing the prompts that were placed there, as if none had begun."""
         self._head_since: Seconds = np.zeros(count)
         for slot in range(count):
             self._reckon_step(slot)
@@ -93,16 +100,17 @@ class Loads:
     def end(self, instance: InstanceId) -> None:
         """A life is over, and what it had to do; transfers end by themselves (`add_transfer`)."""
         slot = self.slots[instance]
-        self.is_ready[slot] = self.is_open[slot] = False
+        self.is_ready[slot] = self.is_open[slot] = self.is_busy[slot] = False
         for counts in (
             self.num_requests,
             self.num_prefills,
+            self.num_fetching,
             self.queued_tokens,
             self.context_tokens,
         ):
             counts[slot] = 0
         self.free_tokens[slot] = self.empty_tokens[slot] = _UNKNOWN
-        self._prefill_s[slot] = 0.0
+        self.prefill_s[slot] = 0.0
         self._reckon_step(slot)
 
     def add(self, instance: InstanceId, share: Share, now: float) -> None:
@@ -115,7 +123,7 @@ class Loads:
     def remove(self, instance: InstanceId, share: Share, now: float) -> None:
         """What was added before has been done, or given up."""
         slot = self.slots[instance]
-        if share.prefill_s:
+        if share.prefill_s and not share.is_fetching:
             self._head_since[slot] = now
         self._count(slot, share, -1)
 
@@ -123,11 +131,12 @@ class Loads:
         self.num_requests[slot] += sign
         self.context_tokens[slot] += sign * share.context_tokens
         self.queued_tokens[slot] += sign * share.queued_tokens
+        self.num_fetching[slot] += sign * share.is_fetching
         if share.prefill_s:
             self.num_prefills[slot] += sign
-            self._prefill_s[slot] += sign * share.prefill_s
+            self.prefill_s[slot] += sign * share.prefill_s
             if not self.num_prefills[slot]:
-                self._prefill_s[slot] = 0.0  # no rounding error outlives its requests
+                self.prefill_s[slot] = 0.0  # no rounding error outlives its requests
         self._reckon_step(slot)
 
     def _reckon_step(self, slot: int) -> None:
@@ -163,19 +172,18 @@ class Loads:
 
         The first one's share shrinks as time passes, but the others are still to come.
         """
-        behind = self._prefill_s * (1.0 - 1.0 / np.maximum(self.num_prefills, 1))
-        left: Seconds = np.maximum(
-            self._prefill_s - np.maximum(now - self._head_since, 0.0), behind
-        )
+        behind = self.prefill_s * (1.0 - 1.0 / np.maximum(self.num_prefills, 1))
+        left: Seconds = np.maximum(self.prefill_s - np.maximum(now - self._head_since, 0.0), behind)
         return left
 
     def check_integrity(self) -> None:
         """Raises: AssertionError if the arrays contradict each other."""
-        assert not (self.is_open & ~self.is_ready).any()
+        assert not ((self.is_open | self.is_busy) & ~self.is_ready).any()
         assert (self.num_prefills >= 0).all() and (self.num_prefills <= self.num_requests).all()
+        assert (self.num_fetching >= 0).all() and (self.num_fetching <= self.num_prefills).all()
         for counts in (self.queued_tokens, self.context_tokens):
             assert (counts >= 0).all() and not counts[self.num_requests == 0].any()
         assert (self.sending_bytes >= 0).all() and (self.receiving_bytes >= 0).all()
         assert (self.num_silent >= 0).all()
         assert self.sending_bytes.sum() == self.receiving_bytes.sum()
-        assert not self._prefill_s[self.num_prefills == 0].any()
+        assert not self.prefill_s[self.num_prefills == 0].any()

@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from memserve.core.loads import Bools, Counts, Loads
+from memserve.core.loads import Bools, Counts, Loads, Seconds
 from memserve.core.timeline import Detail
 from memserve.errors import UnavailableError
 from memserve.types import InstanceId, Role
@@ -76,6 +76,8 @@ class Demand(msgspec.Struct, frozen=True):
     it in the queue, begin with them. None: nowhere any."""
     may_fetch: bool = True
     block_size: int = 1
+    ahead_s: Seconds | None = None
+    """[instances] Of computing there what waits at the scheduler before it. None: nothing does."""
 
     def reusable(self) -> Counts:
         """[instances] Cached tokens that save something: the last token is always computed."""
@@ -129,13 +131,20 @@ def with_fetch(placement: Placement, demand: Demand, loads: Loads) -> Placement:
 
 
 class Policy(Protocol):
-    """Chooses among the open instances. Deterministic; owns what it remembers, if anything."""
+    """Chooses among the open instances, the busy ones too: then the request waits for its place.
+
+    Deterministic; owns what it remembers, if anything.
+    """
 
     @property
     def name(self) -> str: ...
 
     def place(self, demand: Demand, loads: Loads) -> Placement:
-        """Raises: UnavailableError if no open instance can run the request."""
+        """Does not mutate. Raises: UnavailableError if no open instance can run the request."""
+        ...
+
+    def placed(self, demand: Demand, placement: Placement) -> None:
+        """The request runs there. Mutates what the policy remembers."""
         ...
 
 

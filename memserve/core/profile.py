@@ -289,6 +289,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     elementwise: dict[str, LinearFit]
     reduce: ReduceFit
     step: StepFit = StepFit()
+    steps: dict[int, StepFit] = {}
+    """Other numbers of ranks → the same, of the slowest of so many hosts."""
     links: dict[str, LinkFit]
     """Kind of link → its fit. `dram`: between host memory and HBM."""
     error: float | None = None
@@ -318,13 +320,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         nearest = min(self.attention, key=lambda fit: abs(np.log(fit.num_heads / num_heads)))
         return nearest.resized(num_heads, num_kv_heads)
 
+    def step_fit(self, tp: int) -> StepFit:
+        """For `tp` ranks, or for the most below that are known of."""
+        known = [ranks for ranks in self.steps if ranks <= tp]
+        return self.step if tp == self.tp or not known else self.steps[max(known)]
+
     def floor_s(self, tp: int) -> float:
         """What launching a step takes on `tp` ranks, outside of graphs. 0 where nothing is known
         of it: on a CPU."""
-        if not self.step.floor_s:
-            return 0.0
+        floor_s = self.step_fit(tp).floor_s
         more = (tp > 1) - (self.tp > 1)
-        return self.step.floor_s + more * 2 * self.shape.num_layers * self.reduce.launch_s
+        return floor_s and floor_s + more * 2 * self.shape.num_layers * self.reduce.launch_s
 
 
 class StepParts(msgspec.Struct, frozen=True):

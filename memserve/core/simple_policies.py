@@ -41,7 +41,6 @@ class RankingPolicy:
             decodes = _places(can.decode)
             decode = min(decodes, key=lambda slot: (*self.decode_rank(slot, demand, loads), slot))
             considered = firsts + decodes
-        self.chosen(demand, loads, first, decode)
         chosen = [slot for slot in (first, decode) if slot is not None]
         others = [slot for slot in considered if slot not in chosen]
         return Placement(
@@ -64,8 +63,8 @@ class RankingPolicy:
         """As the instance that generates."""
         return _work(slot, loads)
 
-    def chosen(self, demand: Demand, loads: Loads, first: int, decode: int | None) -> None:
-        """What it is to be; may mutate what the policy remembers."""
+    def placed(self, demand: Demand, placement: Placement) -> None:
+        """See `Policy`."""
 
 
 class LeastLoaded(RankingPolicy):
@@ -107,9 +106,8 @@ class SessionAffinity(RankingPolicy):
         is_home = home is not None and home[1] == loads.instances[slot]
         return (not is_home, *_work(slot, loads))
 
-    def chosen(self, demand: Demand, loads: Loads, first: int, decode: int | None) -> None:
-        name = None if decode is None else loads.instances[decode]
-        self._homes[demand.session] = loads.instances[first], name
+    def placed(self, demand: Demand, placement: Placement) -> None:
+        self._homes[demand.session] = placement.first, placement.decode
         self._homes.move_to_end(demand.session)
         if len(self._homes) > _MAX_SESSIONS:
             self._homes.popitem(last=False)
@@ -123,18 +121,18 @@ class RoundRobin(RankingPolicy):
     def __init__(self, split: Split) -> None:
         super().__init__(split)
         self._turn = 0
-        self._last_turns: dict[int, int] = {}
+        self._last_turns: dict[InstanceId, int] = {}
 
     def first_rank(self, slot: int, demand: Demand, loads: Loads) -> Rank:
-        return (self._last_turns.get(slot, 0),)
+        return (self._last_turns.get(loads.instances[slot], 0),)
 
     decode_rank = first_rank
 
-    def chosen(self, demand: Demand, loads: Loads, first: int, decode: int | None) -> None:
+    def placed(self, demand: Demand, placement: Placement) -> None:
         self._turn += 1
-        for slot in (first, decode):
-            if slot is not None:
-                self._last_turns[slot] = self._turn
+        for instance in (placement.first, placement.decode):
+            if instance is not None:
+                self._last_turns[instance] = self._turn
 
 
 def _places(mask: Bools) -> list[int]:

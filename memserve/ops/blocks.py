@@ -149,13 +149,13 @@ class TorchBlockOps(BlockOps):
         target_ids: Ids,
         stream: torch.cuda.Stream | None,
     ) -> None:
-        device = target.memory.device
+        pairs = list(zip(source_ids.tolist(), target_ids.tolist(), strict=True))
         with torch.cuda.stream(stream):
-            sources = torch.from_numpy(source_ids).to(source.memory.device)
-            targets = torch.from_numpy(target_ids).long().to(device)
             for layer in range(source.num_layers):
-                blocks = source.layer(layer).index_select(0, sources)
-                target.layer(layer).index_copy_(0, targets, blocks.to(device))
+                blocks, places = source.layer(layer), target.layer(layer)
+                # Not by one `index_copy_`, which is fifty times as slow for bytes on the CPU.
+                for source_id, target_id in pairs:
+                    places[target_id].copy_(blocks[source_id])
 
 
 class Method(enum.IntEnum):

@@ -23,7 +23,7 @@ from pathlib import Path
 from memserve.errors import StartError, TransferError
 
 SOURCE_DIR = Path(__file__).resolve().parents[2] / "cuda"
-LIBRARY_SOURCES = ("block_copy.cu", "device_memory.cu")
+LIBRARY_SOURCES = ("block_copy.cu", "device_memory.cu", "stream.cu")
 CHECK_SOURCES = ("block_copy.cu", "block_copy_check.cu")
 USUAL_NVCC = Path("/usr/local/cuda/bin/nvcc")
 
@@ -89,6 +89,25 @@ class BlockCopyLibrary:
         self._require(
             self._functions.memserve_enable_peer_access(device, peer),
             f"GPU {device} cannot reach the memory of GPU {peer}",
+        )
+
+    def create_stream(self, device: int) -> int:
+        """A stream of `device` that nobody else has, of the highest priority; its handle.
+
+        Raises: TransferError.
+        """
+        stream = ctypes.c_uint64()
+        self._require(
+            self._functions.memserve_stream_create(device, ctypes.byref(stream)),
+            f"no stream on GPU {device}",
+        )
+        return stream.value
+
+    def destroy_stream(self, device: int, stream: int) -> None:
+        """Nothing may be queued on it any more. Raises: TransferError."""
+        self._require(
+            self._functions.memserve_stream_destroy(device, stream),
+            f"cannot end a stream of GPU {device}",
         )
 
     def _require(self, code: int, problem: str) -> None:
@@ -230,6 +249,10 @@ def _declare(functions: ctypes.CDLL) -> None:
     functions.memserve_copy_blocks.restype = ctypes.c_int
     functions.memserve_enable_peer_access.argtypes = (ctypes.c_int, ctypes.c_int)
     functions.memserve_enable_peer_access.restype = ctypes.c_int
+    functions.memserve_stream_create.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
+    functions.memserve_stream_create.restype = ctypes.c_int
+    functions.memserve_stream_destroy.argtypes = (ctypes.c_int, ctypes.c_uint64)
+    functions.memserve_stream_destroy.restype = ctypes.c_int
     for name in (functions.memserve_error_name, functions.memserve_error_text):
         name.argtypes = (ctypes.c_int,)
         name.restype = ctypes.c_char_p

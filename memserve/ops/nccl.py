@@ -25,7 +25,7 @@ from memserve.errors import StartError, TransferError
 ID_BYTES = 128
 MAX_CTAS = 16
 """Multiprocessors that a transfer may take of the engine, and of its collectives (a power of two).
-NCCL would take up to 32 for a pair of GPUs on NVLink."""
+Both ends must say the same. `bench/fig11_transfer.py --sweep` compares."""
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1

@@ -7,7 +7,9 @@
     pool.py         an instance's KV blocks: index, eviction, what it tells the prompt trees
     worker.py       one instance: answers the scheduler's commands at simulated times
     simulation.py   the clock, the instances, the clients; runs the real `GlobalScheduler`
-    report.py       figures, table, histogram, CSV
+    objectives.py   what counts as good
+    report.py       figures, tables, CSV
+    plots.py        histograms, and the run over time
 
 Prompt trees, policy, lifecycle and scheduler are not modelled: they are the ones that serve.
 """

@@ -40,7 +40,7 @@ _PATH = click.Path(path_type=Path)
     "--model", default="llama-3.1-8b", show_default=True, help="A known shape, or a folder."
 )
 @click.option("--device", default="H200", show_default=True, help="What the model runs on.")
-@click.option("--tp", type=int, default=1, show_default=True, help="GPUs of one instance.")
+@click.option("--tp", type=int, metavar="N", help="GPUs of one instance; 1, or the profile's.")
 @click.option("--policy", help="cost, prefix, session, least_loaded or round_robin.")
 @click.option("--split", help="auto, always or never.")
 @click.option("--profile", type=_PATH, metavar="FILE", help="What `calibrate` measured.")
@@ -55,10 +55,12 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option("--csv", "csv_file", type=_PATH, metavar="FILE", help="Write a line per request.")
+@click.option("--svg", "svg_file", type=_PATH, metavar="FILE", help="Write what is printed.")
 def simulate(
     assignments: tuple[str, ...],
     as_json: bool,
     csv_file: Path | None,
+    svg_file: Path | None,
     policy: str | None,
     split: str | None,
     **values: Any,
@@ -78,8 +80,9 @@ def simulate(
     costs = setup.costs(options)
     calls = setup.load(options)
     cluster = setup.cluster(options, settings.config, costs, calls)
-    if csv_file is not None:
-        _writable(csv_file)
+    for flag, file in (("--csv", csv_file), ("--svg", svg_file)):
+        if file is not None:
+            _writable(flag, file)
     result = Simulation(cluster, calls, costs, time.perf_counter).run()
     summary = report.summarize(result, options.objectives)
     if csv_file is not None:
@@ -89,15 +92,17 @@ def simulate(
         return
     geometry = cluster.hardware.geometry
     title = f"{cluster.mode} · {costs.profile.model} on {costs.profile.device} ({costs.source})"
-    console = Console()
+    console = Console(record=svg_file is not None)
     console.print(
         f"{title} · {geometry.num_blocks:,} blocks of {geometry.block_size}", soft_wrap=True
     )
-    report.show(summary, result, console)
+    report.show(summary, result, options.objectives, console)
+    if svg_file is not None:
+        console.save_svg(str(svg_file), title="memserve simulate")
 
 
 def _options(values: dict[str, Any]) -> Options:
-    from memserve.simulator.report import Objectives
+    from memserve.simulator.objectives import Objectives
     from memserve.simulator.setup import Options
     from memserve.types import Caching
 
@@ -127,11 +132,12 @@ def _shape(assignments: tuple[str, ...]) -> Shape:
     try:
         return msgspec.convert(given, Shape, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError("--synthetic", str(error)) from error
+        what, _, where = str(error).partition(" - at `$.")
+        raise ConfigError(f"--synthetic {where.rstrip('`')}", what) from error
 
 
-def _writable(path: Path) -> None:
+def _writable(flag: str, path: Path) -> None:
     try:
         path.open("w").close()
     except OSError as error:
-        raise ConfigError("--csv", f"cannot write {path}: {error.strerror}") from error
+        raise ConfigError(flag, f"cannot write {path}: {error.strerror}") from error

@@ -61,7 +61,8 @@ def read(path: Path) -> list[Call]:
     try:
         calls = list(_calls(path))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ConfigError(_FLAG, f"cannot read {path}: {error}") from error
+        what = getattr(error, "strerror", None) or error
+        raise ConfigError(_FLAG, f"cannot read {path}: {what}") from error
     if not calls:
         raise ConfigError(_FLAG, f"{path} has no call in it")
     for call in calls:

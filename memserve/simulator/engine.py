@@ -130,12 +130,15 @@ class SimulatedEngine:
         limits: EngineLimits,
         clock: Callable[[], float],
         hooks: EngineHooks,
+        slowdown: float = 1.0,
     ) -> None:
+        """`slowdown`: its steps take so many times as long as the costs say."""
         self._mempool = mempool
         self._costs = costs
         self._limits = limits
         self._clock = clock
         self._hooks = hooks
+        self._slowdown = slowdown
         self._waiting: deque[Run] = deque()
         self._running: list[Run] = []
         self.busy_s = 0.0
@@ -178,7 +181,7 @@ class SimulatedEngine:
         context = sum(len(run.tokens) for run in decodes)
         parts = [(count, run.num_computed) for run, count in chunks]
         first_s = self._costs.step_s(parts, len(decodes), context)
-        first_s += self._intake_s
+        first_s = self._slowdown * (first_s + self._intake_s)
         self._intake_s = 0.0
         step = Step(chunks, decodes, 1, self._clock(), first_s, 0.0)
         if not chunks:
@@ -253,7 +256,7 @@ class SimulatedEngine:
         step.num_steps = count
         if count > 1:
             width = len(step.decodes)
-            last_s = self._costs.step_s((), width, context + width * (count - 1))
+            last_s = self._costs.step_s((), width, context + width * (count - 1)) * self._slowdown
             step.growth_s = (last_s - step.first_s) / (count - 1)
 
     # ── blocks ────────────────────────────────────────────────────────────────────────────────

@@ -1,10 +1,10 @@
 """A link between two simulated instances: takes time, moves nothing.
 
 Each instance has one way out and one way in, at the bandwidth of the profile's link; what goes to
-or comes from several peers at once takes turns. A link of `COPYING` kind is worked by the sender's
-own thread, which computes nothing meanwhile; others work beside it, and their end is noticed
-between two steps. Collaborators: `workers/transfer.py` uses it as any
-other link; `worker.py` makes it.
+or comes from several peers at once takes turns. A link of a kind in `COPYING_LINKS` is worked by
+the sender's own thread, which computes nothing meanwhile; others work beside it, and their end is
+noticed between two steps. Collaborators: `workers/transfer.py` uses it as any other link;
+`worker.py` makes it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from memserve.simulator.clock import EventQueue
-from memserve.types import BlockId, TransferId
+from memserve.types import COPYING_LINKS, BlockId, TransferId
 from memserve.workers.links.base import Completion
-
-COPYING = frozenset({"shm"})
-"""Kinds of links that copy in the engine's thread (`workers/links/shm.py`)."""
 
 
 class Ways:
@@ -73,7 +70,7 @@ class SimulatedLink:
         begin = max(now, self._source.out_until, self._target.in_until)
         end = begin + self._seconds(size_bytes, self.kind)
         self._source.out_until = self._target.in_until = end
-        if self.kind in COPYING:
+        if self.kind in COPYING_LINKS:
             self._source.copies_until = end
         self._jobs.append(_Job(transfer_id, size_bytes, now, end))
         self._queue.at(end, self._wake)

@@ -1,4 +1,4 @@
-"""What a run is summed up as: figures, a table with a histogram, JSON, CSV.
+"""What a run is summed up as: figures, tables and pictures (`plots.py`), JSON, CSV.
 
 Terms as the field defines them: TTFT (until the first token), TPOT (per token after it), JCT (until
 the last one), goodput (requests that meet both objectives).
@@ -7,8 +7,7 @@ the last one), goodput (requests that meet both objectives).
 from __future__ import annotations
 
 import csv
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,11 +15,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from memserve.simulator.objectives import Objectives
+from memserve.simulator.plots import format_seconds, histogram, over_time
 from memserve.simulator.simulation import Outcome, Result
 from memserve.units import format_count, format_ratio, format_size
-
-_BAR = 40
-_BINS = 12
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -29,20 +27,6 @@ class Spread(msgspec.Struct, frozen=True):
     mean: float | None
     p50: float | None
     p99: float | None
-
-
-class Objectives(msgspec.Struct, frozen=True):
-    """What a request has to keep for goodput; None: anything will do."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-
-    def are_met(self, outcome: Outcome) -> bool:
-        ttft_s, tpot_s = outcome.ttft_s, outcome.tpot_s
-        if outcome.ended_at is None or ttft_s is None:
-            return False
-        is_soon = self.ttft_s is None or ttft_s <= self.ttft_s
-        return is_soon and (self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s)
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -71,6 +55,8 @@ class Summary(msgspec.Struct, frozen=True):
     busy_mean: float
     """Share of the time in which an engine computed, over all instances."""
     busy_most: float
+    busy_by_role: dict[str, float]
+    """The same mean over the instances of a role, as the mode calls it: P, D, PD."""
     events: int
     submit_p50_s: float
     """Of the scheduler's own work per request, on this machine's clock."""
@@ -109,12 +95,20 @@ def summarize(result: Result, objectives: Objectives) -> Summary:
         preempted=result.num_preempted,
         busy_mean=float(np.mean(list(result.busy.values()))),
         busy_most=max(result.busy.values()),
+        busy_by_role=_by_role(result.busy),
         events=result.num_events,
         submit_p50_s=float(np.percentile(submit_s, 50)),
         submit_p99_s=float(np.percentile(submit_s, 99)),
         scheduler_s=sum(result.work.submit_s) + sum(result.work.events_s.values()),
         scheduler_events=sum(result.work.num_events.values()),
     )
+
+
+def _by_role(busy: Mapping[str, float]) -> dict[str, float]:
+    roles: dict[str, list[float]] = {}
+    for instance, share in busy.items():
+        roles.setdefault(instance.rstrip("0123456789"), []).append(share)
+    return {role: sum(shares) / len(shares) for role, shares in roles.items()}
 
 
 def spread(values: Iterable[float | None]) -> Spread:
@@ -128,8 +122,8 @@ def spread(values: Iterable[float | None]) -> Spread:
 # ── for people ────────────────────────────────────────────────────────────────────────────────
 
 
-def show(summary: Summary, result: Result, console: Console) -> None:
-    """Print the figures and how TTFT is spread."""
+def show(summary: Summary, result: Result, objectives: Objectives, console: Console) -> None:
+    """Print the figures, how the times are spread, and how the run went over time."""
     table = Table("", "mean", "p50", "p99")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -138,18 +132,23 @@ def show(summary: Summary, result: Result, console: Console) -> None:
         ("TPOT", summary.tpot_s),
         ("JCT", summary.jct_s),
     ):
-        table.add_row(name, *map(_time, (quantity.mean, quantity.p50, quantity.p99)))
+        table.add_row(name, *map(format_seconds, (quantity.mean, quantity.p50, quantity.p99)))
     console.print(table)
-    for line in _facts(summary):
+    for line in _facts(summary, objectives):
         console.print(line, highlight=False)
-    ttfts = [o.ttft_s for o in result.outcomes if o.ttft_s is not None]
-    if len(ttfts) > 1:
-        console.print("\nTTFT of the requests")
-        for line in histogram(ttfts):
-            console.print(line, highlight=False)
+    for name in ("ttft", "tpot", "jct"):
+        values = [getattr(outcome, f"{name}_s") for outcome in result.outcomes]
+        known = [value for value in values if value is not None]
+        if len(known) > 1:
+            console.print(f"\n{name.upper()} of the requests")
+            for line in histogram(known):
+                console.print(line, highlight=False)
+    if len(result.outcomes) > 1:
+        console.print()
+        console.print(over_time(result, objectives), highlight=False)
 
 
-def _facts(summary: Summary) -> list[str]:
+def _facts(summary: Summary, objectives: Objectives) -> list[str]:
     moved = [
         f"{name} {format_size(size)} in {format_count(summary.transfers[name])}"
         for name, size in sorted(summary.moved_bytes.items())
@@ -164,34 +163,20 @@ def _facts(summary: Summary) -> list[str]:
         f"scheduler, on this machine: {1e3 * summary.submit_p50_s:.2f} ms to place a request "
         f"(p99 {1e3 * summary.submit_p99_s:.2f}), {summary.scheduler_s:.1f} s in all"
     )
+    busy = ", ".join(f"{role} {100 * share:.0f}%" for role, share in summary.busy_by_role.items())
+    goodput = (
+        f"goodput ({objectives}): {100 * summary.goodput:.1f}%, "
+        f"{summary.goodput_per_s:.2f} requests/s"
+    )
     return [
         requests,
-        f"goodput {100 * summary.goodput:.1f}%: {summary.goodput_per_s:.2f} requests/s",
+        *([goodput] if objectives.are_any else []),
         f"from the cache: {cached} of {format_count(summary.prompt_tokens)} prompt tokens",
         f"moved: {', '.join(moved) or 'nothing'}",
         f"evicted {format_count(summary.evicted_blocks)} blocks, preempted {summary.preempted}",
-        f"engines busy: mean {100 * summary.busy_mean:.0f}%, most {100 * summary.busy_most:.0f}%",
+        f"engines busy, mean by role: {busy}; the busiest {100 * summary.busy_most:.0f}%",
         scheduler,
     ]
-
-
-def histogram(values: Sequence[float]) -> list[str]:
-    """Bars over bins that grow by a factor, from the least to the largest value (in seconds)."""
-    least, most = max(min(values), 1e-4), max(max(values), 1e-4)
-    edges = np.geomspace(least, most * (1 + 1e-9) if most > least else least * 2, _BINS + 1)
-    counts = np.histogram(np.clip(values, least, most), edges)[0]
-    highest = int(counts.max())
-    return [
-        f"{_time(float(low)):>9} – {_time(float(high)):>9} "
-        f"{'█' * math.ceil(_BAR * int(count) / highest):<{_BAR}} {int(count)}"
-        for low, high, count in zip(edges, edges[1:], counts, strict=False)
-    ]
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _per(part: float, whole: float) -> float:

@@ -22,7 +22,7 @@ from memserve.errors import ConfigError
 from memserve.scheduler_settings import scheduler_settings
 from memserve.simulator import datasets
 from memserve.simulator.engine import EngineLimits
-from memserve.simulator.report import Objectives
+from memserve.simulator.objectives import Objectives
 from memserve.simulator.simulation import Setup
 from memserve.simulator.synthetic import Shape, sessions
 from memserve.simulator.worker import Hardware
@@ -62,7 +62,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     model: str = "llama-3.1-8b"
     device: str = "H200"
-    tp: int = 1
+    tp: int | None = None
+    """None: the one that the profile was calibrated at."""
     profile: Path | None = None
     link: str | None = None
     blocks: int | None = None
@@ -79,6 +80,9 @@ _DAY_S = 86_400
 _LONGEST_S = 366 * _DAY_S
 _MOST_BLOCKS = 10_000_000
 """Of one instance; each takes some of this machine's memory."""
+_MOST_BLOCKS_IN_ALL = 200_000_000
+_BLOCK_BYTES = 60
+"""Of this machine's memory, for a block that nothing was put into yet."""
 
 
 # ── the load ──────────────────────────────────────────────────────────────────────────────────
@@ -94,10 +98,11 @@ def load(options: Options) -> list[Call]:
         calls = list(sessions(options.synthetic, num_sessions, options.seed))
     else:
         calls = datasets.read(options.dataset)
-    calls = _fitting(calls, options.max_context)
+    calls = fitting(calls, options.max_context)
     if calls and calls[0].arrival_s is not None:
-        calls = calls[: options.requests]
-        calls = replay(calls, options.rate, options.copies, options.seed)
+        if options.requests is not None:  # of all copies together
+            calls = calls[: -(-options.requests // options.copies)]
+        calls = replay(calls, options.rate, options.copies, options.seed)[: options.requests]
     elif options.copies != 1:
         raise ConfigError("--copies", "needs a data set that says when calls arrive", "1")
     else:
@@ -113,13 +118,12 @@ def load(options: Options) -> list[Call]:
 
 
 def _check_numbers(options: Options) -> None:
-    for name in ("requests", "rate", "copies", "think_s", "max_context", "blocks", "block_size"):
-        value = getattr(options, name)
+    names = ("requests", "rate", "copies", "think_s", "max_context", "blocks", "block_size", "tp")
+    values = {name: getattr(options, name) for name in (*names, "max_num_seqs")}
+    values |= {"slo_ttft_s": options.objectives.ttft_s, "slo_tpot_s": options.objectives.tpot_s}
+    for name, value in values.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"--{name.replace('_', '-')}", f"{value} is not allowed", "above 0")
-    for name in ("max_num_seqs", "tp"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}", "too small", "from 1")
     if options.blocks is not None and options.blocks > _MOST_BLOCKS:
         raise ConfigError("--blocks", f"{options.blocks:,} are too many", f"up to {_MOST_BLOCKS:,}")
 
@@ -135,8 +139,11 @@ def _check_length(calls: Sequence[Call]) -> None:
         )
 
 
-def _fitting(calls: Sequence[Call], max_context: int) -> list[Call]:
-    """Those within the context; a session ends before its first call that is not."""
+def fitting(calls: Sequence[Call], max_context: int) -> list[Call]:
+    """Those within the context; a session ends before its first call that is not.
+
+    Raises: ConfigError if none is.
+    """
     ended: set[str] = set()
     kept: list[Call] = []
     for call in calls:
@@ -156,12 +163,14 @@ def costs(options: Options) -> CostModel:
     """From the profile that was named, else the built-in one. Raises: ConfigError."""
     _check_numbers(options)
     if options.profile is None:
-        shape = _shape(options.model)
-        if options.tp > shape.num_heads:
-            allowed = f"1 to {shape.num_heads}, the model's heads"
-            raise ConfigError("--tp", f"{options.tp} is not allowed", allowed)
-        return CostModel(built_in(shape, options.device, model=options.model), options.tp)
-    return CostModel(profiles.load(options.profile))
+        profile = built_in(_shape(options.model), options.device, model=options.model)
+    else:
+        profile = profiles.load(options.profile)
+    tp, heads = options.tp or profile.tp, profile.shape.num_heads
+    if heads % tp:
+        allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ConfigError("--tp", f"{tp} ranks cannot share {heads} heads", allowed)
+    return CostModel(profile, tp)
 
 
 def _shape(model: str) -> ModelShape:
@@ -173,7 +182,8 @@ def _shape(model: str) -> ModelShape:
         return ModelShape.from_config(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError) as error:
         known = f"{', '.join(MODELS)}, or a folder with a config.json"
-        raise ConfigError("--model", f"{model!r}: {error}", known) from error
+        what = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError("--model", f"{model!r}: {what}", known) from error
 
 
 # ── the cluster ───────────────────────────────────────────────────────────────────────────────
@@ -186,8 +196,9 @@ def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[
     is_cpu = profile.device.lower().startswith("cpu")
     block_size = options.block_size or (32 if is_cpu else 16)
     link = options.link or LINK_OF["cpu" if is_cpu else "cuda"]
-    if link not in profile.links:
-        raise ConfigError("--link", f"the profile knows no {link!r}", ", ".join(profile.links))
+    known = [kind for kind in profile.links if kind != "dram"]
+    if link not in known:
+        raise ConfigError("--link", f"the profile knows no {link!r}", ", ".join(known))
     block_bytes = model.kv_bytes(block_size)
     kv_bytes = _kv_bytes(model)
     blocks = options.blocks or int(kv_bytes // block_bytes)
@@ -198,6 +209,7 @@ def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[
             f"{blocks} blocks of {block_size} tokens are too few for a call of {largest} tokens",
             f"from {-(-largest // block_size) + 1}, or a smaller --max-context",
         )
+    _check_memory(len(dict(mode.instances())), blocks)
     shape = profile.shape
     page_bytes = block_bytes // shape.num_layers
     geometry = Geometry(
@@ -217,6 +229,16 @@ def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[
         message_s=options.message_s,
         front_end_s=options.front_end_s,
     )
+
+
+def _check_memory(instances: int, blocks: int) -> None:
+    if instances * blocks > _MOST_BLOCKS_IN_ALL:
+        size_gb = instances * blocks * _BLOCK_BYTES / 1e9
+        raise ConfigError(
+            "--blocks",
+            f"{instances:,} instances of {blocks:,} blocks take {size_gb:.0f} GB of this machine",
+            f"up to {_MOST_BLOCKS_IN_ALL // instances:,} for each",
+        )
 
 
 def _kv_bytes(model: CostModel) -> float:

@@ -22,7 +22,8 @@ from memserve.core.mode import Mode
 from memserve.core.vocabulary import RequestSpec, Seat
 from memserve.errors import MemServeError, OverloadedError, UnavailableError
 from memserve.messages import AnyCommand, AnyEvent, CacheChanged, Heartbeat, Sent, Started
-from memserve.scheduler import GlobalScheduler, SchedulerSettings
+from memserve.scheduler import GlobalScheduler
+from memserve.scheduler_settings import SchedulerSettings
 from memserve.simulator.clock import EventQueue
 from memserve.simulator.worker import Hardware, SimulatedRequest, SimulatedWorker
 from memserve.simulator.workload import Call, prompt_ids
@@ -42,7 +43,9 @@ class Setup(msgspec.Struct, frozen=True):
     message_s: float
     """From the scheduler to an instance, and back."""
     front_end_s: float
-    """From a client to the scheduler: HTTP, template, tokenizer; and half of it back."""
+    """From a client to the scheduler and back: HTTP, template, tokenizer."""
+    slowdowns: Mapping[InstanceId, float] = {}
+    """Instances whose steps take so many times as long as the costs say; others: 1."""
 
 
 class Outcome(msgspec.Struct):
@@ -85,6 +88,8 @@ class Traffic(msgspec.Struct):
     transfers: dict[str, int] = {}
     """By direction: `forward`, `back`, `fetch`."""
     bytes: dict[str, int] = {}
+    moved: list[tuple[float, int]] = []
+    """When, and how many bytes, of all directions."""
     evicted_blocks: int = 0
 
 
@@ -128,14 +133,21 @@ class Simulation:
         costs: CostModel,
         stopwatch: Callable[[], float],
     ) -> None:
-        """`calls` have arrivals, rising. `stopwatch` measures the scheduler's own work."""
+        """`calls` have arrivals, rising. `stopwatch` measures the scheduler's own work.
+
+        `costs`: what the engines take. The scheduler starts with the same profile, and corrects its
+        own model by what it observes, as a real one does.
+        """
         self._setup = setup
         self._calls = calls
         self._stopwatch = stopwatch
         self._queue = EventQueue()
         roles = dict(setup.mode.instances())
         self._workers: dict[InstanceId, SimulatedWorker] = {}
-        self.scheduler = GlobalScheduler(setup.scheduler, roles, self._send, self._queue.now, costs)
+        expected = CostModel(costs.profile, costs.tp)
+        self.scheduler = GlobalScheduler(
+            setup.scheduler, roles, self._send, self._queue.now, expected
+        )
         self.scheduler.attach(self)
         for instance in roles:
             seat = Seat(instance, 1)
@@ -146,6 +158,7 @@ class Simulation:
                 self._queue,
                 partial(self._emit, seat),
                 self._workers,
+                setup.slowdowns.get(instance, 1.0),
             )
         self._sessions: dict[str, _Session] = {}
         self._outcomes: dict[RequestId, Outcome] = {}
@@ -297,6 +310,7 @@ class Simulation:
                 traffic = self._traffic
                 traffic.transfers[direction] = traffic.transfers.get(direction, 0) + 1
                 traffic.bytes[direction] = traffic.bytes.get(direction, 0) + event.size_bytes
+                traffic.moved.append((self._queue.now(), event.size_bytes))
             case CacheChanged():
                 for change in event.changes:
                     if isinstance(change, Evicted):

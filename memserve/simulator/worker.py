@@ -83,6 +83,7 @@ class SimulatedWorker:
         queue: EventQueue,
         emit: Callable[[AnyEvent], None],
         peers: Mapping[InstanceId, SimulatedWorker],
+        slowdown: float = 1.0,
     ) -> None:
         """`emit` takes every event at the moment it is sent."""
         self.seat = seat
@@ -108,7 +109,9 @@ class SimulatedWorker:
             seat.epoch,
             self._emit_of_transfers,
         )
-        self.engine = SimulatedEngine(self.mempool, costs, hardware.limits, queue.now, self)
+        self.engine = SimulatedEngine(
+            self.mempool, costs, hardware.limits, queue.now, self, slowdown
+        )
         self._records = Records()
         self._runs: dict[RequestId, Run] = {}
         self._ended: list[Run] = []

@@ -113,7 +113,7 @@ def replay(calls: Sequence[Call], rate: float | None, copies: int = 1, seed: int
     shifts = [0.0, *(rng.random() * period for _ in range(copies - 1))]
     shifted = [
         msgspec.structs.replace(
-            _of_crowd(call, crowd),
+            of_crowd(call, crowd),
             arrival_s=(_arrival(call) - first + shift) % period if period else 0.0,
         )
         for crowd, shift in enumerate(shifts)
@@ -176,8 +176,8 @@ def _arrival(call: Call) -> float:
     return call.arrival_s
 
 
-def _of_crowd(call: Call, crowd: int) -> Call:
-    """The same call by somebody else; only literal tokens are the same for everybody."""
+def of_crowd(call: Call, crowd: int) -> Call:
+    """The same call by somebody else: pieces are other ones, literal tokens stay as they are."""
     if crowd == 0:
         return call
     return msgspec.structs.replace(

@@ -98,7 +98,7 @@ def measure(probe: EngineProbe, job: CalibrationJob, report: Report) -> Samples:
     for index in range(count):
         report(f"{len(points)} prefills, round {index + 1} of {count}")
         rounds.append(prefill_round(probe, points, index))
-    return with_steps(samples, probe, undisturbed(by_point(rounds)), report)
+    return with_steps(samples, probe, measured(rounds), report)
 
 
 def with_steps(
@@ -261,16 +261,9 @@ def prefill_round(
     return found
 
 
-def by_point(rounds: Sequence[Sequence[PrefillSample | None]]) -> list[list[PrefillSample]]:
-    """What the rounds found at each point."""
-    return [
-        [sample for sample in found if sample is not None] for found in zip(*rounds, strict=True)
-    ]
-
-
-def undisturbed(found: Iterable[Sequence[PrefillSample]]) -> list[PrefillSample]:
-    """The prefill at the lower quartile, of each point: a disturbed one only takes longer."""
-    return [sorted(one, key=lambda sample: sample.seconds)[len(one) // 4] for one in found]
+def measured(rounds: Iterable[Iterable[PrefillSample | None]]) -> list[PrefillSample]:
+    """All that the rounds found."""
+    return [sample for found in rounds for sample in found if sample is not None]
 
 
 def measure_decodes(probe: EngineProbe, report: Report) -> list[DecodeSample]:

@@ -38,7 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from memserve.errors import ConfigError, RequestError, StartError
-from memserve.types import Lora, Namespace
+from memserve.types import BlockId, Lora, Namespace, TransferStyle
 from memserve.workers.engine_pool import resume_hashing
 from memserve.workers.environment import without_multicast
 
@@ -52,6 +52,7 @@ SUPPORTED_VLLM = "0.32"
 
 HOST_KEY = "memserve_host"
 LAYOUT_KEY = "memserve_layout"
+STYLE_KEY = "memserve_style"
 
 _BLOCK_FIRST = KVCacheLayout.BLHNC
 _LAYER_FIRST = KVCacheLayout.LBHNC
@@ -81,6 +82,7 @@ def make_config(
     kv_bytes: int | None,
     layout: str,
     host: ConnectorHost,
+    style: TransferStyle = TransferStyle.REQUEST,
     tp: int = 1,
 ) -> VllmConfig:
     """The engine's configuration.
@@ -105,7 +107,7 @@ def make_config(
         kv_role="kv_both",
         engine_id=engine_id,
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={HOST_KEY: host, LAYOUT_KEY: wanted.name},
+        kv_connector_extra_config={HOST_KEY: host, LAYOUT_KEY: wanted.name, STYLE_KEY: style},
     )
     arguments = EngineArgs(
         model=model,
@@ -338,6 +340,15 @@ class Engine:
             return not any(id(future) in in_flight for future, *_ in self._core.batch_queue or ())
 
         return has_passed
+
+    def running_blocks(self, request_id: str) -> tuple[list[BlockId], int]:
+        """A running request's block table, and how many tokens' KV it holds as soon as the steps
+        in flight have ended (see `fence`). Nothing for a request that waits or is unknown."""
+        request = self._scheduler.requests.get(request_id)
+        if request is None or request.status != RequestStatus.RUNNING:
+            return [], 0
+        table = self._scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+        return [BlockId(block_id) for block_id in table], request.num_computed_tokens
 
     def held_blocks(self) -> dict[str, list[int]]:
         """Who holds which blocks in the engine itself, once per reference."""

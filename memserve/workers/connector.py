@@ -2,12 +2,13 @@
 
 Collaborators: vLLM builds one connector for the scheduler and one for the model's worker, both in
 this process; both find their host (`engine_loop.py`) in the configuration that `compat.py` made.
-Nothing is loaded or saved here: KV that arrives is inserted into the block pool, where the request
-finds it as an ordinary prefix hit. So most hooks have nothing to do.
+Nothing is loaded here: KV that arrives is inserted into the block pool, where the request finds it
+as an ordinary prefix hit. So most hooks have nothing to do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from memserve.workers.compat import HOST_KEY, LAYOUT_KEY, check_kv_groups
+from memserve.types import TransferStyle
+from memserve.workers.compat import HOST_KEY, LAYOUT_KEY, STYLE_KEY, check_kv_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,6 +46,14 @@ class ConnectorHost(Protocol):
         """The request was scheduled for the first time; its step has not run yet."""
         ...
 
+    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+        """The step that runs next computes so many tokens of each request."""
+        ...
+
+    def on_layer(self, layer_name: str) -> None:
+        """The step has computed this layer (on a GPU: queued it). Told in the style `layer`."""
+        ...
+
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         """The request has ended, or was aborted; right after this its blocks are freed."""
         ...
@@ -60,6 +70,7 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
         check_kv_groups(kv_cache_config)
         settings = self._kv_transfer_config.kv_connector_extra_config
         self._host: ConnectorHost = settings[HOST_KEY]
+        self._tells_layers = settings[STYLE_KEY] is TransferStyle.LAYER
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -73,6 +84,11 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
         settings = vllm_config.kv_transfer_config.kv_connector_extra_config
         layout: str = settings[LAYOUT_KEY]
         return layout
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A graph of the whole model would not call `save_kv_layer`."""
+        return extra_config[STYLE_KEY] is TransferStyle.LAYER
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
         return self._host.kv_cache_memory()
@@ -89,7 +105,8 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        pass
+        if self._tells_layers:
+            self._host.on_layer(layer_name)
 
     def wait_for_save(self) -> None:
         pass
@@ -109,6 +126,7 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         for new in scheduler_output.scheduled_new_reqs:
             self._host.on_scheduled(new.req_id, new.num_computed_tokens)
+        self._host.on_step(scheduler_output.num_scheduled_tokens)
         return KVConnectorMetadata()
 
     def request_finished_all_groups(

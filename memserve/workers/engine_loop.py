@@ -16,7 +16,7 @@ again must not meet what is left in flight of its earlier attempt.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -50,6 +50,7 @@ from memserve.messages import (
 )
 from memserve.types import BlockId, InstanceId, Namespace, RequestId, TransferId
 from memserve.workers.compat import Engine, EngineCodec, complete_tokens
+from memserve.workers.early import EarlySends
 from memserve.workers.engine_pool import namespace_of
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.mempool import MemPool
@@ -108,6 +109,7 @@ class EngineLoop:
         self._clock = clock
         self._codec = EngineCodec()
         self._records = Records()
+        self._early = EarlySends(transfers, engine, self._engine_id)
         self._ended: list[Record] = []
         """Ended in the present step, or by the present command; `Finished` is still to be said."""
         self._hit_tokens = 0
@@ -127,6 +129,7 @@ class EngineLoop:
             self._channel.wait(self._patience_s())
             began = self._clock()
             self._serve()
+            self._early.between_steps()
             self._transfers.poll()
             self._transfers.expire()
             self._swaps.poll()
@@ -170,6 +173,7 @@ class EngineLoop:
         outputs, has_run = self._engine.step()
         self._step_s += self._clock() - began
         self._num_steps += has_run
+        self._early.after_step()
         if outputs is not None and outputs.outputs:
             self._send_tokens(outputs)
         self._report_ended()
@@ -372,6 +376,10 @@ class EngineLoop:
         self._transfers.drop_source(request_id)
         self._transfers.forget(request_id)
 
+    def _engine_id(self, request_id: RequestId) -> str | None:
+        record = self._records.get(request_id)
+        return None if record is None else record.engine_id
+
     def _drop_from_engine(self, record: Record) -> None:
         """Abort it, if it runs, and say nothing about it."""
         if record.engine_id is not None:
@@ -422,6 +430,14 @@ class EngineLoop:
                 cached_tokens=cached_tokens,
             )
         )
+
+    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+        """Called after `on_scheduled`, before the step runs."""
+        self._early.on_step(num_scheduled)
+
+    def on_layer(self, layer: int) -> None:
+        """In the midst of a step."""
+        self._early.on_layer(layer)
 
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         """Pin what is to be sent, while the request still has its blocks."""

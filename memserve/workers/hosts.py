@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing import Pipe
 from pathlib import Path
@@ -29,10 +29,10 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from memserve.errors import StartError
-from memserve.types import Geometry
+from memserve.types import Geometry, InstanceId, TransferStyle
 from memserve.workers.kv_layout import geometry_of, place_kv_cache
-from memserve.workers.kv_memory import KvMemory, kv_memory
-from memserve.workers.links.base import Link
+from memserve.workers.kv_memory import KvMemory, Openers, kv_memory
+from memserve.workers.links.base import Link, Rank
 from memserve.workers.links.choice import open_here
 from memserve.workers.links.heads import Route
 from memserve.workers.rank_agent import RankAgent
@@ -45,6 +45,17 @@ if TYPE_CHECKING:
     from memserve.workers.engine_loop import EngineLoop
 
 logger = logging.getLogger(__name__)
+
+
+class Home(msgspec.Struct, frozen=True):
+    """Who this instance is for its peers, and the folder for its sockets."""
+
+    instance: InstanceId
+    epoch: int
+    folder: Path
+
+    def rank(self, number: int) -> Rank:
+        return Rank(self.instance, self.epoch, number)
 
 
 class KvHost(Protocol):
@@ -89,14 +100,24 @@ class KvHost(Protocol):
 class _LoopHost:
     """The scheduler's half: it exists before the engine does, and passes its hooks to the loop."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, style: TransferStyle) -> None:
         self._model = model
+        self._style = style
+        self._layers: dict[str, int] = {}
         self.loop: EngineLoop | None = None
         self.asked_for_memory_at = time.monotonic()
 
     def on_scheduled(self, request_id: str, cached_tokens: int) -> None:
         if self.loop is not None:
             self.loop.on_scheduled(request_id, cached_tokens)
+
+    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+        if self.loop is not None:
+            self.loop.on_step(num_scheduled)
+
+    def on_layer(self, layer_name: str) -> None:
+        if self.loop is not None and layer_name in self._layers:
+            self.loop.on_layer(self._layers[layer_name])
 
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         if self.loop is not None:
@@ -106,10 +127,13 @@ class _LoopHost:
 class OwnKvHost(_LoopHost):
     """An instance of one rank."""
 
-    def __init__(self, model: str, device: str) -> None:
-        super().__init__(model)
-        self._memory = kv_memory(device)
+    def __init__(
+        self, model: str, device: str, home: Home, style: TransferStyle = TransferStyle.REQUEST
+    ) -> None:
+        super().__init__(model, style)
+        self._memory = kv_memory(device, home.rank(0), home.folder)
         self._geometry: Geometry | None = None
+        self._openers: Openers = {}
 
     def kv_cache_memory(self) -> AbstractContextManager[None] | None:
         self.asked_for_memory_at = time.monotonic()
@@ -117,7 +141,9 @@ class OwnKvHost(_LoopHost):
 
     def on_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_size: int) -> None:
         self._geometry = geometry_of(self._model, block_size, kv_caches)
+        self._layers = {name: layer for layer, name in enumerate(kv_caches)}
         _require_own_memory(self._memory, kv_caches)
+        self._openers = self._memory.openers(self._geometry, self._style)
 
     def settle(self) -> Geometry:
         if self._geometry is None:
@@ -137,7 +163,7 @@ class OwnKvHost(_LoopHost):
         return self._memory.tensor
 
     def open_lanes(self, kind: str, routes: Sequence[Route]) -> list[Link]:
-        return open_here(self._memory.openers(self.settle())[kind], routes)
+        return open_here(self._openers[kind], routes)
 
     def stop(self) -> None:
         pass
@@ -149,8 +175,16 @@ class OwnKvHost(_LoopHost):
 class RankedKvHost(_LoopHost):
     """An instance of several ranks; see the module for who has which copy of it."""
 
-    def __init__(self, model: str, device: str, tp: int) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: str,
+        device: str,
+        home: Home,
+        tp: int,
+        style: TransferStyle = TransferStyle.REQUEST,
+    ) -> None:
+        super().__init__(model, style)
+        self._home = home
         self._device = device
         self._tp = tp
         self.total_kv_heads: int | None = None
@@ -173,7 +207,8 @@ class RankedKvHost(_LoopHost):
 
     def kv_cache_memory(self) -> AbstractContextManager[None] | None:
         self.asked_for_memory_at = time.monotonic()
-        self._memory = kv_memory(self._device, get_tensor_model_parallel_rank())
+        rank = self._home.rank(get_tensor_model_parallel_rank())
+        self._memory = kv_memory(self._device, rank, self._home.folder)
         return place_kv_cache(self._make)
 
     def _make(self, size_bytes: int) -> torch.Tensor:
@@ -204,20 +239,21 @@ class RankedKvHost(_LoopHost):
             put(connection, Failed(str(error)))
             raise
         _unlink_shared_memory()
-        agent = RankAgent(connection, memory.openers(geometry))
+        agent = RankAgent(connection, memory.openers(geometry, self._style))
         joined = Joined(os.getpid(), geometry, memory.addresses, self.asked_for_memory_at)
         put(connection, joined)
         threading.Thread(
-            target=self._serve, args=(agent, rank), name="rank agent", daemon=True
+            target=self._serve, args=(agent, memory, rank), name="rank agent", daemon=True
         ).start()
 
-    def _serve(self, agent: RankAgent, rank: int) -> None:
+    def _serve(self, agent: RankAgent, memory: KvMemory, rank: int) -> None:
         def prepare() -> None:
             if self._device == "cuda":
                 torch.cuda.set_device(rank)
 
         try:
             agent.serve(prepare)
+            memory.close()
         except Exception:  # the thread's boundary: without its agent the rank is of no use
             logger.exception("rank %d cannot move KV any more", rank)
             sys.stderr.flush()
@@ -263,9 +299,17 @@ class RankedKvHost(_LoopHost):
         self._group.close()
 
 
-def make_host(model: str, device: str, tp: int) -> OwnKvHost | RankedKvHost:
+def make_host(
+    model: str,
+    device: str,
+    home: Home,
+    tp: int,
+    style: TransferStyle = TransferStyle.REQUEST,
+) -> OwnKvHost | RankedKvHost:
     """For an instance of `tp` ranks."""
-    return OwnKvHost(model, device) if tp == 1 else RankedKvHost(model, device, tp)
+    if tp == 1:
+        return OwnKvHost(model, device, home, style)
+    return RankedKvHost(model, device, home, tp, style)
 
 
 def require_alike(first: Geometry, other: Geometry) -> None:

@@ -6,7 +6,9 @@ one by `kv_memory` in the rank's process, `kv_layout.place_kv_cache` asks it for
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -15,14 +17,21 @@ from memserve.errors import StartError
 from memserve.ops.blocks import library_for
 from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.device_memory import CudaDeviceMemory, DeviceMemory
-from memserve.types import Geometry
+from memserve.ops.nccl import NcclFabric
+from memserve.types import Geometry, TransferStyle
 from memserve.workers import gpu_memory
 from memserve.workers.gpu_memory import GpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
-from memserve.workers.links import shm
-from memserve.workers.links.base import Link, RankPeer
+from memserve.workers.links import nccl, shm
+from memserve.workers.links.base import Link, Rank, RankPeer
 from memserve.workers.links.ipc import open_ipc
+from memserve.workers.links.nccl import NcclEndpoint
+from memserve.workers.links.nccl_pipe import CudaGpu, gpu_identity
+from memserve.workers.links.nccl_wire import Pieces
+from memserve.workers.links.nccl_worker import Machinery, NcclSettings
 from memserve.workers.links.shm import open_shm
+
+logger = logging.getLogger(__name__)
 
 Openers = Mapping[str, Callable[[RankPeer], Link]]
 
@@ -44,11 +53,12 @@ class KvMemory(Protocol):
         """Kind of link → where peers find the buffer."""
         ...
 
-    def openers(self, geometry: Geometry) -> Openers:
-        """Kind of link → how to open one to one rank of a peer; fastest first.
+    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
+        """Kind of link → how to open one to one rank of a peer; fastest first. Empty before `make`.
 
-        `geometry`: of this rank. Each opener takes a `RankPeer`, and what it opens moves the heads
-        that are named there. Raises: TransferError.
+        From now on `addresses` has all these kinds, too. `geometry`: of this rank. Each opener
+        takes a `RankPeer`, and what it opens moves the heads that are named there. Raises:
+        TransferError.
         """
         ...
 
@@ -76,11 +86,12 @@ class HostKvMemory:
     def addresses(self) -> dict[str, str]:
         return {} if self._buffer is None else {shm.KIND: self._buffer.address}
 
-    def openers(self, geometry: Geometry) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
         buffer = self._buffer
         if buffer is None:
             return {}
-        return {shm.KIND: lambda peer: open_shm(buffer, geometry, peer)}
+        is_discrete = style is TransferStyle.DISCRETE
+        return {shm.KIND: lambda peer: open_shm(buffer, geometry, peer, is_discrete=is_discrete)}
 
     def close(self) -> None:
         if self._buffer is not None:
@@ -88,13 +99,17 @@ class HostKvMemory:
 
 
 class GpuKvMemory:
-    """In the HBM of `device`; the process must see the peers' GPUs as well."""
+    """In the HBM of a rank's GPU; the process must see the peers' GPUs as well."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, rank: Rank, folder: Path) -> None:
+        """The GPU is that of the rank's number, of those the process sees."""
+        self._rank = rank
+        self._folder = folder
+        self._device = torch.device("cuda", rank.rank)
         self._memory: DeviceMemory | None = None
         self._library: BlockCopyLibrary | None = None
         self._buffer: GpuBuffer | None = None
+        self._endpoint: NcclEndpoint | None = None
 
     def make(self, size_bytes: int) -> torch.Tensor:
         _require_first(self._buffer)
@@ -110,25 +125,54 @@ class GpuKvMemory:
 
     @property
     def addresses(self) -> dict[str, str]:
-        return {} if self._buffer is None else {gpu_memory.KIND: self._buffer.address}
+        addresses = {} if self._buffer is None else {gpu_memory.KIND: self._buffer.address}
+        if self._endpoint is not None:
+            addresses[nccl.KIND] = self._endpoint.address
+        return addresses
 
-    def openers(self, geometry: Geometry) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
         buffer, memory, library = self._buffer, self._memory, self._library
         if buffer is None or memory is None or library is None:
             return {}
 
         def open_by_ipc(peer: RankPeer) -> Link:
-            return open_ipc(buffer, geometry, peer, memory, self._device, library)
+            return open_ipc(buffer, geometry, peer, memory, self._device, library, style)
 
-        return {gpu_memory.KIND: open_by_ipc}
+        kinds: dict[str, Callable[[RankPeer], Link]] = {gpu_memory.KIND: open_by_ipc}
+        if self._endpoint is None:
+            self._endpoint = self._make_endpoint(buffer, geometry, library, style)
+        if self._endpoint is not None:
+            kinds[nccl.KIND] = self._endpoint.open
+        return kinds
 
     def close(self) -> None:
-        """Nothing: CUDA graphs and tensors still point there, and the process ends after this."""
+        """Not the buffer: CUDA graphs and tensors still point there, and the process ends soon."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def _make_endpoint(
+        self, buffer: GpuBuffer, geometry: Geometry, library: BlockCopyLibrary, style: TransferStyle
+    ) -> NcclEndpoint | None:
+        try:
+            fabric = NcclFabric()
+        except StartError as error:
+            logger.warning("no links of kind nccl: %s", error)
+            return None
+        pieces = Pieces.PAGES if style is TransferStyle.DISCRETE else Pieces.STAGED
+        machinery = Machinery(fabric, CudaGpu(self._device, library), NcclSettings(pieces=pieces))
+        return NcclEndpoint(
+            self._rank,
+            buffer.tensor,
+            geometry,
+            machinery,
+            folder=self._folder,
+            gpu=gpu_identity(self._device),
+        )
 
 
-def kv_memory(device: str, rank: int = 0) -> KvMemory:
-    """`device`: cpu or cuda; a rank has the GPU of its own number, of those the process sees."""
-    return GpuKvMemory(torch.device("cuda", rank)) if device == "cuda" else HostKvMemory()
+def kv_memory(device: str, rank: Rank, folder: Path) -> KvMemory:
+    """`device`: cpu or cuda. `folder`: where sockets may be, private to the user."""
+    return GpuKvMemory(rank, folder) if device == "cuda" else HostKvMemory()
 
 
 def _require_first(buffer: object) -> None:

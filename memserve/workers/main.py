@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pydantic
@@ -32,7 +33,7 @@ from memserve.workers.compat import Engine, make_config
 from memserve.workers.engine_loop import EngineLoop
 from memserve.workers.engine_pool import EnginePool
 from memserve.workers.environment import set_engine_environment
-from memserve.workers.hosts import KvHost, RankedKvHost, make_host
+from memserve.workers.hosts import Home, KvHost, RankedKvHost, make_host
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.links.choice import LinkChoice
 from memserve.workers.mempool import MemPool
@@ -98,7 +99,8 @@ class Worker:
         """Load the model. Raises: ConfigError, StartError; what vLLM raises."""
         _require_device(spec.device)
         self._port = port
-        self._host = host = make_host(spec.model, spec.device, spec.tp)
+        home = Home(spec.instance, spec.epoch, Path(spec.run_dir))
+        self._host = host = make_host(spec.model, spec.device, home, spec.tp, spec.style)
         started_at = time.monotonic()
         config = make_config(
             spec.model,
@@ -107,6 +109,7 @@ class Worker:
             kv_bytes=None if spec.kv_bytes is None else spec.kv_bytes // spec.tp,
             layout=spec.layout,
             host=host,
+            style=spec.style,
             tp=spec.tp,
         )
         if isinstance(host, RankedKvHost):
@@ -134,6 +137,7 @@ class Worker:
             spec.instance,
             spec.epoch,
             reports.send,
+            spec.style,
         )
         self._swaps = self._make_swaps(spec, geometry, mempool)
         self.loop = EngineLoop(

@@ -57,6 +57,12 @@ class _Hooks:
     def on_scheduled(self, request_id: str, cached_tokens: int) -> None:
         self.cached_tokens[request_id] = cached_tokens
 
+    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+        pass
+
+    def on_layer(self, layer_name: str) -> None:
+        pass
+
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         pass
 

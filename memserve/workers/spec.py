@@ -16,7 +16,7 @@ import msgspec
 
 from memserve.core.cost_model import BUILT_IN, Profile
 from memserve.errors import ProtocolError
-from memserve.types import InstanceId, Lora, Role
+from memserve.types import InstanceId, Lora, Role, TransferStyle
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +60,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Files that instances which share GPUs lock while they measure them; none: not needed."""
     link: str = "auto"
     """The kind of link to use, or auto."""
+    style: TransferStyle = TransferStyle.REQUEST
 
 
 class CalibrationJob(msgspec.Struct, frozen=True, kw_only=True):

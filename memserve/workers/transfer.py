@@ -4,7 +4,7 @@
                                │        └─ Cancel ─▶ freed
                                └─ deadline ─▶ quarantined: said, and kept, until Commit or Cancel
 
-    sender     Transmit ─▶ waiting ──────┬─▶ sending ─▶ Sent or TransmitFailed, pin dropped
+    sender     Transmit ─▶ waiting ──────┬─▶ sending ─▶ Sent or TransmitFailed, pins dropped
                hold_source ─▶ pinned ────┤
                source_ready              │
                Transmit of history ──────┘  matched, pinned, sent once all of it is computed
@@ -15,8 +15,8 @@ link is quiet, the receiver of a one-sided link does not. The sender never drops
 still reads: a cancelled transfer keeps them until the link reports its end.
 
 Collaborators: `engine_loop.py` passes the hub's commands on and sends the events that come out,
-`mempool.py` has the blocks, `links/` the wires. All in the engine's thread, between its steps
-(`hold_source`: inside one), without locks.
+`mempool.py` has the blocks, `sending.py` is the sender's half, `links/` the wires. All in the
+engine's thread, between its steps (`hold_source`: inside one), without locks.
 """
 
 from __future__ import annotations
@@ -40,13 +40,20 @@ from memserve.messages import (
     LinkReady,
     PeerJoined,
     Refused,
-    Sent,
     Transmit,
-    TransmitFailed,
 )
-from memserve.types import BlockId, Geometry, InstanceId, Namespace, RequestId, TransferId
-from memserve.workers.links.base import Completion, Link, LinkOpener, require_compatible
+from memserve.types import (
+    BlockId,
+    Geometry,
+    InstanceId,
+    Namespace,
+    RequestId,
+    TransferId,
+    TransferStyle,
+)
+from memserve.workers.links.base import LayerLink, Link, LinkOpener, require_compatible
 from memserve.workers.mempool import PRIVATE_SALT, MemPool
+from memserve.workers.sending import Peer, Sender
 
 
 def private_namespace(request_id: RequestId, namespace: Namespace) -> Namespace:
@@ -65,16 +72,6 @@ def arrival_owner(request_id: RequestId) -> str:
     return f"arrival for {request_id}"
 
 
-def source_owner(request_id: RequestId) -> str:
-    """Name in the pool of what a request that has ended leaves pinned for its `Transmit`."""
-    return f"source of {request_id}"
-
-
-def sending_owner(transfer_id: TransferId) -> str:
-    """Name in the pool of what a link may be reading."""
-    return f"sending of {transfer_id}"
-
-
 class _Reservation(msgspec.Struct):
     request_id: RequestId
     path: Path
@@ -82,27 +79,6 @@ class _Reservation(msgspec.Struct):
     hit_ids: list[BlockId]
     new_ids: list[BlockId]
     deadline_s: float
-
-
-class _Source(msgspec.Struct):
-    block_ids: list[BlockId]
-    is_ready: bool = False
-
-
-class _Sending(msgspec.Struct):
-    request_id: RequestId
-    peer: InstanceId
-    source_ids: list[BlockId]
-    target_ids: list[BlockId]
-    is_computed: Callable[[], bool] | None = None
-    """What the link waits for; None: it may be reading."""
-    end_reason: str | None = None
-    """Why it was cancelled."""
-
-
-class _Peer(msgspec.Struct):
-    epoch: int
-    link: Link
 
 
 class Transfers:
@@ -116,21 +92,23 @@ class Transfers:
         instance: InstanceId,
         epoch: int,
         emit: Callable[[AnyEvent], None],
+        style: TransferStyle = TransferStyle.REQUEST,
     ) -> None:
-        """`emit` takes the events in order, from inside the calls below."""
+        """`emit` takes the events in order, from inside the calls below. `style`: see `early.py`,
+        which asks for it; LAYER needs links that can do it."""
         self._mempool = mempool
         self._geometry = geometry
         self._open_link = open_link
         self._instance = instance
         self._epoch = epoch
         self._emit = emit
+        self.style = style
         self._reservations: dict[TransferId, _Reservation] = {}
         self._arrivals: dict[RequestId, Path | None] = {}
         """Committed for requests that have not been scheduled; the path only if it is private."""
-        self._waiting: dict[RequestId, Transmit] = {}
-        self._sources: dict[RequestId, _Source] = {}
-        self._sending: dict[TransferId, _Sending] = {}
-        self._peers: dict[InstanceId, _Peer] = {}
+        self._peers: dict[InstanceId, Peer] = {}
+        self.sender = Sender(mempool, geometry, self._peers, instance, epoch, emit)
+        """For `early.py`, which gives it parts of requests that still run."""
 
     # ── receiver ──────────────────────────────────────────────────────────────────────────────
 
@@ -250,30 +228,15 @@ class Transfers:
         `block_ids`: its block table; `num_tokens`: how many tokens' KV that holds. The pin ends
         with the request's `Transmit`, or by `drop_source`.
         """
-        if self._sources.pop(request_id, None) is not None:
-            self._mempool.unpin(source_owner(request_id))
-        full_ids = list(block_ids[: num_tokens // self._geometry.block_size])
-        self._mempool.pin(source_owner(request_id), full_ids)
-        self._sources[request_id] = _Source(full_ids)
+        self.sender.hold_source(request_id, block_ids, num_tokens)
 
     def source_ready(self, request_id: RequestId) -> None:
         """The held request's `Finished` is out: from now on its blocks may be sent."""
-        source = self._sources.get(request_id)
-        if source is None:
-            return
-        source.is_ready = True
-        if (command := self._waiting.pop(request_id, None)) is not None:
-            self._start(command)
+        self.sender.source_ready(request_id)
 
     def transmit(self, command: Transmit) -> None:
         """Send, now or as soon as the source is ready. Ends in Sent or TransmitFailed."""
-        source = self._sources.get(command.request_id)
-        if source is not None and source.is_ready:
-            self._start(command)
-        elif command.request_id in self._waiting:
-            self._fail_transmit(command.transfer_id, "the request waits for another transfer")
-        else:
-            self._waiting[command.request_id] = command
+        self.sender.transmit(command)
 
     def transmit_history(
         self, command: Transmit, history: History, is_computed: Callable[[], bool]
@@ -283,39 +246,25 @@ class Transfers:
         `is_computed`: whether all that the index names at this moment has its KV; nothing is read
         before. Nothing is remembered of the request; the blocks are pinned until the end.
         """
-        found = self._mempool.match(history.token_ids, history.namespace)
-        end = command.first_block + len(command.block_ids)
-        source_ids = found[command.first_block : end]
-        self._mempool.pin(sending_owner(command.transfer_id), source_ids)
-        problem = None
-        if end > len(found):
-            problem = f"blocks up to {end} asked for, {len(found)} are in the index"
-        self._begin_sending(command, source_ids, problem, is_computed)
+        self.sender.transmit_history(command, history, is_computed)
 
     def drop_source(self, request_id: RequestId) -> None:
         """The request is forgotten: cancel its transfer and drop its pin. Unknown ones are fine."""
-        if (command := self._waiting.pop(request_id, None)) is not None:
-            self._fail_transmit(command.transfer_id, "the request was aborted")
-        for transfer_id, sending in list(self._sending.items()):
-            if sending.request_id == request_id:
-                self._cancel_sending(transfer_id, sending, "the request was aborted")
-        if self._sources.pop(request_id, None) is not None:
-            self._mempool.unpin(source_owner(request_id))
-        self.poll()
+        self.sender.drop_source(request_id)
 
     def poll(self) -> None:
         """Let the links go on. Emits Sent and TransmitFailed for what has ended."""
-        for transfer_id, sending in self._sending.items():
-            if sending.is_computed is not None and sending.is_computed():
-                self._hand_to_link(transfer_id, sending)
-        for peer in self._peers.values():
-            for completion in peer.link.poll():
-                self._end_sending(completion)
+        self.sender.poll()
+
+    @property
+    def num_layers(self) -> int:
+        """Of a block."""
+        return self._geometry.num_layers
 
     @property
     def is_active(self) -> bool:
         """Whether `poll` has something to do."""
-        return bool(self._sending)
+        return self.sender.is_active
 
     # ── both ──────────────────────────────────────────────────────────────────────────────────
 
@@ -324,13 +273,7 @@ class Transfers:
         transfer_id = command.transfer_id
         if self._reservations.pop(transfer_id, None) is not None:
             self._free_reservation(transfer_id)
-        waiting = [r for r, t in self._waiting.items() if t.transfer_id == transfer_id]
-        for request_id in waiting:
-            del self._waiting[request_id]
-            self._fail_transmit(transfer_id, "cancelled")
-        if (sending := self._sending.get(transfer_id)) is not None:
-            self._cancel_sending(transfer_id, sending, "cancelled")
-            self.poll()
+        self.sender.cancel(transfer_id)
 
     def peer_joined(self, command: PeerJoined) -> None:
         """Open the link to a peer, in place of one to an earlier life. Emits LinkReady."""
@@ -340,11 +283,12 @@ class Transfers:
         try:
             require_compatible(self._geometry, command.geometry, self._instance, command.peer)
             link = self._open_link(command)
+            self._require_style(link)
         except (GeometryMismatchError, TransferError) as error:
             problem = str(error)
         else:
             kind = link.kind
-            self._peers[command.peer] = _Peer(command.peer_epoch, link)
+            self._peers[command.peer] = Peer(command.peer_epoch, link)
         self._emit(
             LinkReady(
                 instance=self._instance,
@@ -364,11 +308,7 @@ class Transfers:
         if known is not None:
             del self._peers[peer]
             known.link.close()
-        reason = f"{peer} was lost"
-        for request_id in [r for r, t in self._waiting.items() if t.peer == peer]:
-            self._fail_transmit(self._waiting.pop(request_id).transfer_id, reason)
-        for transfer_id in [t for t, s in self._sending.items() if s.peer == peer]:
-            self._end_sending(Completion(transfer_id, 0, 0.0, reason))
+        self.sender.peer_lost(peer, f"{peer} was lost")
 
     def close(self) -> None:
         """Close all links, and drop everything that is held. Emits nothing."""
@@ -376,17 +316,11 @@ class Transfers:
             peer.link.close()
         for transfer_id in self._reservations:
             self._free_reservation(transfer_id)
-        owners = [
-            *map(arrival_owner, self._arrivals),
-            *map(source_owner, self._sources),
-            *map(sending_owner, self._sending),
-        ]
-        for owner in owners:
-            self._mempool.free_all(owner)
-        for table in (self._peers, self._reservations, self._arrivals, self._waiting):
+        for request_id in self._arrivals:
+            self._mempool.free_all(arrival_owner(request_id))
+        self.sender.close()
+        for table in (self._peers, self._reservations, self._arrivals):
             table.clear()
-        self._sources.clear()
-        self._sending.clear()
 
     # ── accounting ────────────────────────────────────────────────────────────────────────────
 
@@ -409,14 +343,13 @@ class Transfers:
     def pinned_requests(self) -> int:
         """Requests whose KV is pinned without their running: arrivals, sources, being sent."""
         arrivals = {r for r in self._arrivals if self._mempool.holds(arrival_owner(r))}
-        sending = {s.request_id for s in self._sending.values()}
-        return len(arrivals | self._sources.keys() | sending)
+        return len(arrivals | self.sender.pinned_requests)
 
     def check_integrity(self) -> list[str]:
         """Where these tables and the pool's owners disagree, as text. Does not mutate."""
         expected = {
             **{reservation_owner(t): r.hit_ids + r.new_ids for t, r in self._reservations.items()},
-            **{source_owner(r): s.block_ids for r, s in self._sources.items()},
+            **self.sender.expected_holdings(),
         }
         return [
             f"{owner} should hold {block_ids}, holds {held}"
@@ -447,70 +380,10 @@ class Transfers:
             self._mempool.free_all(owner)
         return len(block_ids)
 
-    def _start(self, command: Transmit) -> None:
-        """The source is ready: hand its blocks to the link."""
-        source = self._sources.pop(command.request_id)
-        owner = sending_owner(command.transfer_id)
-        self._mempool.hand_over(source_owner(command.request_id), owner)
-        end = command.first_block + len(command.block_ids)
-        problem = None
-        if end > len(source.block_ids):
-            problem = f"blocks up to {end} asked for, {len(source.block_ids)} full ones are held"
-        self._begin_sending(command, source.block_ids[command.first_block : end], problem)
-
-    def _begin_sending(
-        self,
-        command: Transmit,
-        source_ids: list[BlockId],
-        problem: str | None,
-        is_computed: Callable[[], bool] | None = None,
-    ) -> None:
-        """The blocks are held by the sending's owner; with a problem it ends here."""
-        if problem is None and command.block_ids and command.peer not in self._peers:
-            problem = f"no link to {command.peer}"
-        sending = _Sending(
-            command.request_id, command.peer, source_ids, command.block_ids, is_computed
-        )
-        self._sending[command.transfer_id] = sending
-        if problem is not None or not command.block_ids:
-            self._end_sending(Completion(command.transfer_id, 0, 0.0, problem))
-            return
-        if is_computed is None:
-            self._hand_to_link(command.transfer_id, sending)
-        self.poll()
-
-    def _hand_to_link(self, transfer_id: TransferId, sending: _Sending) -> None:
-        sending.is_computed = None
-        link = self._peers[sending.peer].link
-        link.send(transfer_id, sending.source_ids, sending.target_ids)
-
-    def _cancel_sending(self, transfer_id: TransferId, sending: _Sending, reason: str) -> None:
-        """Its blocks stay held until the link's completion."""
-        sending.end_reason = reason
-        if sending.is_computed is not None:  # the link does not know it yet
-            self._end_sending(Completion(transfer_id, 0, 0.0))
-            return
-        self._peers[sending.peer].link.cancel(transfer_id)
-
-    def _end_sending(self, completion: Completion) -> None:
-        """The link is quiet."""
-        transfer_id = completion.transfer_id
-        sending = self._sending.pop(transfer_id)
-        self._mempool.unpin(sending_owner(transfer_id))
-        error = sending.end_reason or completion.error
-        if error is not None:
-            self._fail_transmit(transfer_id, error)
-            return
-        self._emit(
-            Sent(
-                instance=self._instance,
-                epoch=self._epoch,
-                transfer_id=transfer_id,
-                num_blocks=len(sending.target_ids),
-                size_bytes=completion.size_bytes,
-                seconds=completion.seconds,
-            )
-        )
+    def _require_style(self, link: Link) -> None:
+        if self.style is TransferStyle.LAYER and not isinstance(link, LayerLink):
+            link.close()
+            raise TransferError(f"transfer.style is 'layer', which no {link.kind} link can do")
 
     def _refuse(self, transfer_id: TransferId, reason: str) -> None:
         self._emit(
@@ -522,13 +395,6 @@ class Transfers:
     def _fail_insert(self, transfer_id: TransferId, reason: str) -> None:
         self._emit(
             InsertFailed(
-                instance=self._instance, epoch=self._epoch, transfer_id=transfer_id, reason=reason
-            )
-        )
-
-    def _fail_transmit(self, transfer_id: TransferId, reason: str) -> None:
-        self._emit(
-            TransmitFailed(
                 instance=self._instance, epoch=self._epoch, transfer_id=transfer_id, reason=reason
             )
         )

@@ -36,6 +36,20 @@ class FakeStream:
             self.queue.popleft()()
             self.num_done += 1
 
+    def wait_stream(self, other: FakeStream) -> None:
+        """What follows here runs when all that is queued there has run."""
+        position = other.num_queued
+
+        def wait() -> None:
+            while other.num_done < position:
+                if other.is_stuck:
+                    self.queue.appendleft(wait)
+                    self.num_done -= 1
+                    return
+                other.advance()
+
+        self.put(wait)
+
     def record_event(self) -> FakeEvent:
         return FakeEvent(self, self.num_queued)
 

@@ -41,6 +41,7 @@ class Pair:
         self.target = GpuBuffer(self.receiver, buffer_bytes(shape))
         fill_random(self.source.tensor.numpy(), seed=3)
         self.streams = [FakeStream() for _ in range(num_streams)]
+        self.compute = FakeStream()
         self.ops = FakeOps()
         self.clock_s = 100.0
         self.link = IpcLink(
@@ -50,12 +51,17 @@ class Pair:
             shape,
             ops=self.ops,
             streams=self.streams,  # type: ignore[arg-type]
+            compute_stream=lambda: self.compute,  # type: ignore[arg-type,return-value]
             clock=lambda: self.clock_s,
         )
 
     def has_arrived(self, source_id: int, target_id: int) -> bool:
         source, target = self.source.tensor.numpy(), self.target.tensor.numpy()
         return read_block(source, SHAPE, source_id) == read_block(target, SHAPE, target_id)
+
+
+def _fill(memory: torch.Tensor, value: int) -> None:
+    memory.fill_(value)
 
 
 def ids(*numbers: int) -> list[BlockId]:
@@ -94,6 +100,23 @@ def test_nothing_waits_for_the_gpu_but_close() -> None:
     assert pair.has_arrived(1, 3) and pair.has_arrived(2, 4)  # it was queued, and has ended
     assert pair.sender.mapped == {} and pair.link.poll() == []
     assert not any(stream.queue for stream in pair.streams)
+
+
+def test_a_layer_is_read_behind_what_the_engine_has_queued_by_then() -> None:
+    pair = Pair()
+    source = pair.source.tensor
+    pair.compute.put(lambda: _fill(source, 5))
+    pair.compute.is_stuck = True
+    pair.link.send_layer(T1, 1, ids(1), ids(9))
+    pair.compute.put(lambda: _fill(source, 6))  # a later layer's work
+    assert [pair.link.poll() for _ in range(5)] == [[]] * 5
+    pair.compute.is_stuck = False
+    done = [c for _ in range(5) for c in pair.link.poll()]
+    assert [(c.transfer_id, c.error, c.size_bytes) for c in done] == [(T1, None, SHAPE.page_bytes)]
+    target = read_block(pair.target.tensor.numpy(), SHAPE, 9)
+    assert target == bytes(SHAPE.page_bytes) + bytes([5]) * SHAPE.page_bytes + bytes(
+        SHAPE.page_bytes
+    )
 
 
 def test_transfers_overtake_each_other() -> None:
@@ -240,8 +263,10 @@ class _Named(FakeLink):
         return self._name
 
 
-def _choice(*kinds: str, wanted: str = "auto") -> LinkChoice:
+def _choice(*kinds: str, wanted: str = "auto", broken: Sequence[str] = ()) -> LinkChoice:
     def open_lanes(kind: str, routes: Sequence[Route]) -> list[Link]:
+        if kind in broken:
+            raise TransferError(f"{kind} is on strike")
         return [_Named(kind) for _ in routes]
 
     return LinkChoice(SHAPE, kinds, open_lanes, wanted)
@@ -276,3 +301,12 @@ def test_no_link_in_common_says_what_there_is(
 ) -> None:
     with pytest.raises(TransferError, match=words):
         _choice(*own, wanted=wanted)(_peer(*offered))
+
+
+def test_a_link_that_cannot_be_opened_leaves_the_way_to_the_next_kind() -> None:
+    peer = _peer("ipc", "nccl")
+    assert _choice("ipc", "nccl", broken=["ipc"])(peer).kind == "nccl"
+    with pytest.raises(TransferError, match=r"^no link to D0: ipc: ipc is on strike; nccl: .*ke$"):
+        _choice("ipc", "nccl", broken=["ipc", "nccl"])(peer)
+    with pytest.raises(TransferError, match=r"^no link to D0: ipc: ipc is on strike$"):
+        _choice("ipc", "nccl", broken=["ipc"], wanted="ipc")(peer)

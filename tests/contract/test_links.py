@@ -22,11 +22,12 @@ from memserve.errors import GeometryMismatchError, StartError, TransferError
 from memserve.messages import PeerJoined
 from memserve.ops.blocks import library_for
 from memserve.ops.device_memory import CudaDeviceMemory
-from memserve.types import BlockId, Geometry, InstanceId, TransferId
+from memserve.types import BlockId, Geometry, InstanceId, TransferId, TransferStyle
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.base import (
     Completion,
+    LayerLink,
     Link,
     RankPeer,
     plan_pieces,
@@ -42,6 +43,7 @@ from memserve.workers.rank_group import RankGroup
 from tests.contract.gpu_rig import FakeDevice, FakeOps, FakeStream, Host
 from tests.contract.link_rig import (
     NUM_BLOCKS,
+    NUM_LAYERS,
     PAGE_BYTES,
     PeerProcess,
     buffer_bytes,
@@ -81,6 +83,17 @@ class Counted:
     ) -> None:
         self.num_open += 1
         self._link.send(transfer_id, source_ids, target_ids)
+
+    def send_layer(
+        self,
+        transfer_id: TransferId,
+        layer: int,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        assert isinstance(self._link, LayerLink)
+        self.num_open += 1
+        self._link.send_layer(transfer_id, layer, source_ids, target_ids)
 
     def poll(self) -> list[Completion]:
         done = self._link.poll()
@@ -135,6 +148,7 @@ def as_bytes(memory: object) -> bytes:
 
 
 WireMaker = Callable[[str, str], Wire]
+DISCRETE = ", page by page"
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +163,7 @@ class Maker:
 
     def __init__(self, kind: str, peer: Callable[[], PeerProcess]) -> None:
         self._kind = kind
+        self._is_discrete = kind.endswith(DISCRETE)
         self._peer = peer
         self._buffers: list[KvBuffer | GpuBuffer | PeerGpuBuffer] = []
         self._links: list[Link] = []
@@ -169,7 +184,7 @@ class Maker:
             "nccl on fakes": self._nccl_on_fakes,
             "nccl on fakes across processes": self._nccl_on_fakes,
         }
-        wire = make.get(self._kind, self._shm)(source_of, target_of)
+        wire = make.get(self._kind.removesuffix(DISCRETE), self._shm)(source_of, target_of)
         self._links.append(wire.link)
         return wire
 
@@ -207,13 +222,13 @@ class Maker:
         buffer = KvBuffer.create(buffer_bytes(source_of))
         self._buffers.append(buffer)
         fill_random(buffer.array, seed=1)
-        if self._kind != "shm across processes":
+        if "across" not in self._kind:
             owned = KvBuffer.create(buffer_bytes(target_of))
             self._buffers.append(owned)
             mapped = KvBuffer.open(owned.address)
         else:
             mapped = KvBuffer.open(self._peer().ask("own", buffer_bytes(target_of)))
-        link = ShmLink(buffer, source_of, mapped, target_of)
+        link = ShmLink(buffer, source_of, mapped, target_of, is_discrete=self._is_discrete)
         return Wire(link, buffer.array, mapped.array, source_of, target_of)
 
     def _ipc(self, source_of: Geometry, target_of: Geometry) -> Wire:
@@ -228,8 +243,16 @@ class Maker:
         target, kept = PeerGpuBuffer(memory, address), PeerGpuBuffer(memory, address)
         self._buffers.append(kept)  # the tests look at the memory after the link has closed its own
         streams = [torch.cuda.Stream(device) for _ in range(NUM_STREAMS)]
-        ops = ipc_ops(library_for(device), source_of, target_of)
-        link = IpcLink(buffer.tensor, source_of, target, target_of, ops=ops, streams=streams)
+        style = TransferStyle.DISCRETE if self._is_discrete else TransferStyle.REQUEST
+        link = IpcLink(
+            buffer.tensor,
+            source_of,
+            target,
+            target_of,
+            ops=ipc_ops(library_for(device), source_of, target_of, style=style),
+            streams=streams,
+            is_discrete=self._is_discrete,
+        )
         torch.cuda.synchronize(device)
         return Wire(link, buffer.tensor, kept.tensor, source_of, target_of)
 
@@ -239,8 +262,17 @@ class Maker:
         buffer = GpuBuffer(device, buffer_bytes(source_of))
         fill_random(buffer.tensor.numpy(), seed=1)
         target = PeerGpuBuffer(device, GpuBuffer(FakeDevice(host), buffer_bytes(target_of)).address)
-        streams: list[Any] = [FakeStream() for _ in range(NUM_STREAMS)]
-        link = IpcLink(buffer.tensor, source_of, target, target_of, ops=FakeOps(), streams=streams)
+        streams: list[Any] = [FakeStream() for _ in range(NUM_STREAMS + 1)]
+        link = IpcLink(
+            buffer.tensor,
+            source_of,
+            target,
+            target_of,
+            ops=FakeOps(),
+            streams=streams[1:],
+            compute_stream=lambda: streams[0],
+            is_discrete=self._is_discrete,
+        )
         return Wire(link, buffer.tensor, target.tensor, source_of, target_of)
 
     def _nccl_on_fakes(self, source_of: Geometry, target_of: Geometry) -> Wire:
@@ -286,19 +318,26 @@ class Maker:
         return address, RankPeer(InstanceId(name), 1, target_of, endpoint)
 
 
-@pytest.fixture(
-    params=[
-        "fake",
-        "shm",
-        "shm across processes",
-        "ipc on a fake GPU",
-        "by a rank's agent",
-        pytest.param("ipc", marks=pytest.mark.gpu),
-        "nccl on fakes",
-        "nccl on fakes across processes",
-        pytest.param("nccl", marks=pytest.mark.gpu),
-    ]
-)
+SENDS_LAYERS = [
+    "fake",
+    "shm",
+    "shm across processes",
+    "shm" + DISCRETE,
+    "ipc on a fake GPU",
+    "ipc on a fake GPU" + DISCRETE,
+    pytest.param("ipc", marks=pytest.mark.gpu),
+    pytest.param("ipc" + DISCRETE, marks=pytest.mark.gpu),
+]
+KINDS = [
+    *SENDS_LAYERS,
+    "by a rank's agent",
+    "nccl on fakes",
+    "nccl on fakes across processes",
+    pytest.param("nccl", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=KINDS)
 def make_wire(request: pytest.FixtureRequest) -> Iterator[WireMaker]:
     maker = Maker(request.param, lambda: request.getfixturevalue("peer"))
     yield maker
@@ -328,6 +367,40 @@ def test_blocks_arrive_whole_and_nothing_else_is_written(
             start = offset + target_id * wire.target_of.block_stride
             expected[start : start + PAGE_BYTES] = after[start : start + PAGE_BYTES]
     assert after == bytes(expected)
+
+
+@pytest.mark.parametrize("make_wire", SENDS_LAYERS, indirect=True)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_layers_arrive_one_by_one_and_each_ends_once(
+    make_wire: WireMaker, layouts: tuple[str, str]
+) -> None:
+    wire = make_wire(*layouts)
+    source_ids, target_ids = ids(3, 4, 9), ids(7, 8, 2)
+    for layer in (2, 0, 1):
+        offset, stride = wire.target_of.layer_offsets[layer], wire.target_of.block_stride
+        starts = [offset + block_id * stride for block_id in target_ids]
+        expected = bytearray(wire.target_bytes())
+        for source_id, start in zip(source_ids, starts, strict=True):
+            page = wire.source_block(source_id)[layer * PAGE_BYTES : (layer + 1) * PAGE_BYTES]
+            expected[start : start + PAGE_BYTES] = page
+        wire.link.send_layer(T1, layer, source_ids, target_ids)
+        (done,) = wire.run()
+        assert (done.transfer_id, done.error) == (T1, None)
+        assert done.size_bytes == 3 * PAGE_BYTES
+        assert wire.target_bytes() == bytes(expected)
+    for layer in range(3):
+        wire.link.send_layer(T1, layer, source_ids, target_ids)
+    assert [done.transfer_id for done in wire.run()] == [T1] * 3
+
+
+@pytest.mark.parametrize("make_wire", SENDS_LAYERS, indirect=True)
+def test_a_layer_of_blocks_that_do_not_exist_fails_and_writes_nothing(make_wire: WireMaker) -> None:
+    wire = make_wire("block_first", "block_first")
+    before = wire.target_bytes()
+    wire.link.send_layer(T1, 1, ids(0, 99), ids(1, 2))
+    (done,) = wire.run()
+    assert done.error is not None
+    assert wire.target_bytes() == before
 
 
 def test_each_transfer_ends_once(make_wire: WireMaker) -> None:
@@ -524,6 +597,13 @@ def test_aggregated_blocks_travel_as_one_piece_per_run() -> None:
     pieces = plan_pieces(shape, shape, ids(3, 4, 5, 9), ids(7, 8, 9, 10))
     assert pieces == [(3 * size, 7 * size, 3 * size), (9 * size, 10 * size, size)]
     assert plan_pieces(shape, shape, [], []) == []
+
+
+def test_discrete_blocks_travel_page_by_page_in_every_layout() -> None:
+    for layout in ("block_first", "layer_first", "padded"):
+        shape = geometry(layout)
+        pieces = plan_pieces(shape, shape, ids(1, 2, 3), ids(5, 6, 7), is_discrete=True)
+        assert len(pieces) == 3 * NUM_LAYERS and {length for *_, length in pieces} == {PAGE_BYTES}
 
 
 def test_layer_first_blocks_travel_as_one_piece_per_layer_and_run() -> None:

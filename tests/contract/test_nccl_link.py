@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve.errors import StartError, TransferError
+from memserve.ops.blocks import library_for
 from memserve.ops.nccl import ID_BYTES, NcclFabric
 from memserve.ops.views import PageOrder, head_rows
 from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
-from memserve.workers.links.base import RankPeer
+from memserve.workers.links.base import Rank, RankPeer
 from memserve.workers.links.nccl import NcclEndpoint, NcclLink
-from memserve.workers.links.nccl_pipe import NUM_SLOTS
-from memserve.workers.links.nccl_sender import Rank
+from memserve.workers.links.nccl_pipe import CudaGpu
 from memserve.workers.links.nccl_wire import (
     Announce,
     Done,
@@ -35,7 +35,7 @@ from memserve.workers.links.nccl_wire import (
     Welcome,
     Wire,
 )
-from memserve.workers.links.nccl_worker import Machinery
+from memserve.workers.links.nccl_worker import Machinery, NcclSettings
 from tests.contract.link_rig import (
     NUM_BLOCKS,
     PAGE_BYTES,
@@ -47,7 +47,6 @@ from tests.contract.link_rig import (
     read_block,
 )
 from tests.contract.nccl_rig import (
-    CHUNK_BLOCKS,
     SETTINGS,
     End,
     completions,
@@ -94,6 +93,7 @@ def make_end(folder: Path) -> Iterator[EndMaker]:
     for end in ends:
         end.close()
         assert end.fake.num_joined == end.fake.num_aborted
+        assert end.gpu.num_streams == 0
     assert [t.name for t in threading.enumerate() if t.name.startswith("nccl")] == []
     assert list(folder.iterdir()) == []
 
@@ -141,6 +141,20 @@ def test_all_pieces_carry_the_same_bytes(make_end: EndMaker, pieces: Pieces, lay
     assert blocks(d, 8, 9, 2, 4, 6) == blocks(p, 1, 2, 3, 9, 5)
 
 
+def test_a_staging_buffer_is_not_filled_again_before_it_was_sent(make_end: EndMaker) -> None:
+    shape = geometry(num_blocks=40)
+    p, d = make_end("P0", shape, seed=1), make_end("D0", shape)
+    link = p.endpoint.open(d.peer())
+    source_ids, target_ids = range(1, 33, 2), range(2, 34, 2)  # scattered: twice as many chunks
+    p.fake.is_held = True  # as there are buffers, and nothing is sent meanwhile
+    link.send(T1, ids(*source_ids), ids(*target_ids))
+    for _ in range(20_000):
+        assert link.poll() == []
+    p.fake.is_held = False
+    assert completions(link, 1)[0].error is None
+    assert blocks(d, *target_ids) == blocks(p, *source_ids)
+
+
 def test_a_slice_of_the_heads_fills_all_heads_of_the_other_rank(make_end: EndMaker) -> None:
     """Rank 1 of two, whose heads are the second half of the sender's."""
     whole = geometry(num_kv_heads=4)
@@ -176,7 +190,8 @@ def test_a_slice_of_the_heads_fills_all_heads_of_the_other_rank(make_end: EndMak
 
 
 def test_a_cancelled_transfer_that_has_not_begun_writes_nothing(make_end: EndMaker) -> None:
-    p, d = make_end("P0", seed=1), make_end("D0")
+    narrow = NcclSettings(chunk_bytes=SETTINGS.chunk_bytes, chunks_ahead=1)
+    p, d = make_end("P0", seed=1, settings=narrow), make_end("D0")
     link = p.endpoint.open(d.peer())
     p.fake.is_held = True
     # More chunks than may be queued: the second waits in the inbox until the first has moved.
@@ -187,7 +202,6 @@ def test_a_cancelled_transfer_that_has_not_begun_writes_nothing(make_end: EndMak
     done = {c.transfer_id: c.error for c in completions(link, 2)}
     assert done == {T1: None, T2: "cancelled"}
     assert blocks(d, 15) == [bytes(SHAPE.block_bytes)]
-    assert CHUNK_BLOCKS * (SETTINGS.chunks_ahead + NUM_SLOTS) < 14
 
 
 def test_a_block_that_is_named_twice_is_refused_before_the_peer_hears_of_it(
@@ -312,13 +326,16 @@ def test_a_failed_transfer_has_ended_only_when_the_receiver_writes_nothing_more(
     link = p.endpoint.open(d.peer())
     d.gpu.is_stuck = True  # what has arrived is still to be scattered
     link.send(T1, ids(1), ids(2))
+    until(lambda: d.gpu.num_queued > 0, "the receiver should expect it")
     p.fake.error = "unhandled cuda error"
-    until(lambda: d.fake.num_aborted == 1, "the receiver should have given up")
-    for _ in range(2000):
-        assert link.poll() == []
-    d.gpu.is_stuck = False
+    try:
+        until(lambda: d.fake.num_aborted == 1, "the receiver should have given up")
+        until(lambda: p.gpu.num_streams == 0, "the sender should wait for nothing else")
+        for _ in range(20_000):
+            assert link.poll() == []
+    finally:
+        d.gpu.is_stuck = False
     assert completions(link, 1)[0].error is not None
-    p.fake.error = None
 
 
 def test_nothing_is_written_after_a_peer_was_dropped(make_end: EndMaker) -> None:
@@ -326,7 +343,7 @@ def test_nothing_is_written_after_a_peer_was_dropped(make_end: EndMaker) -> None
     there, back = p.endpoint.open(d.peer()), d.endpoint.open(p.peer())
     p.fake.is_held = True
     there.send(T1, ids(1, 3, 5, 7, 9), ids(1, 3, 5, 7, 9))
-    until(lambda: d.fake.num_joined == 2, "both directions")
+    until(lambda: d.gpu.num_queued > 0, "the receiver should expect it")
     back.close()  # P0 was lost: D0 closes its link, and frees what P0 was writing
     before = bytes(d.memory.numpy())
     p.fake.is_held = False
@@ -512,6 +529,23 @@ def test_frames_arrive_whole_and_in_order_however_they_are_cut() -> None:
 
 
 # ── NCCL itself, where it is installed ────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+def test_streams_of_a_gpu_belong_to_one_user() -> None:
+    device = torch.device("cuda", 0)
+    gpu = CudaGpu(device, library_for(device))
+    gpu.enter()
+    streams = [gpu.stream() for _ in range(40)]  # torch has 32
+    assert len({stream.cuda_stream for stream in streams}) == 40
+    memory = gpu.staging(1 << 20)
+    with torch.cuda.stream(streams[0]):
+        memory.fill_(7)
+    streams[1].wait_event(streams[0].record_event())
+    streams[1].record_event().synchronize()
+    assert bool((memory == 7).all())
+    for stream in streams:
+        gpu.give_back(stream)
 
 
 @pytest.mark.gpu

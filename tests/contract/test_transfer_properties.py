@@ -2,7 +2,8 @@
 
 The machine plays the hub by its rules (a reservation ends by a commit after `Sent`, or by a cancel
 once the sender is quiet) and breaks everything else: links stall, fail, lose bytes and die, clients
-leave, deadlines pass, the engine takes every block it can get. After each rule every reference in
+leave, deadlines pass, the engine takes every block it can get, and computes prompts in chunks whose
+blocks the sender may be told of while their step is in flight. After each rule every reference in
 both pools must have its owner, and every block that an index finds must hold the right KV.
 """
 
@@ -44,6 +45,8 @@ from tests.contract.transfer_rig import DEADLINE_S, NO_NAMESPACE, Node, allocate
 
 SEEDS = 3
 MAX_TOKENS = 27
+CHUNK_TOKENS = 6
+"""In one step, where a prompt is computed in several: not whole blocks."""
 
 
 class Flow(msgspec.Struct):
@@ -69,6 +72,11 @@ class Flow(msgspec.Struct):
     """The source does not run it: it sends what its index holds."""
     is_computed: bool = False
     """Of a fetch: whether the source's steps in flight have ended."""
+
+    @property
+    def is_computing(self) -> bool:
+        """A chunk of its prompt was not scheduled yet."""
+        return len(self.source.engine.tokens(self.request_id)) < len(self.tokens)
 
     @property
     def direction(self) -> Direction:
@@ -98,6 +106,8 @@ class TransferMachine(RuleBasedStateMachine):
         first.join(second)
         second.join(first)
         self.count = 0
+        self.num_lost = 0
+        """Bytes that links were told to lose."""
         self.known: dict[TransferId, Flow] = {}
         self.fillers: list[tuple[Node, RequestId]] = []
         self.read_events()
@@ -110,11 +120,12 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        num_moves=st.integers(0, 6),
+        num_moves=st.integers(0, 10),
         direction=st.integers(0, 1),
         length=st.integers(0, MAX_TOKENS),
         seed=st.integers(0, SEEDS - 1),
         is_private=st.booleans(),
+        num_computed=st.integers(0, MAX_TOKENS) | st.integers(0, CHUNK_TOKENS),
     )
     def start(
         self,
@@ -124,11 +135,15 @@ class TransferMachine(RuleBasedStateMachine):
         length: int,
         seed: int,
         is_private: bool,
+        num_computed: int,
     ) -> None:
-        """A request that will move its KV starts at its source, and goes on for a while."""
+        """A request that will move its KV starts at its source, and goes on for a while.
+
+        The first step computes all of it, or the first tokens.
+        """
         source, target = self.nodes[direction], self.nodes[1 - direction]
         flow = Flow(self.new_id(), prompt(length, seed), is_private, source, target)
-        if source.compute(flow.request_id, flow.tokens) is not None:
+        if source.compute(flow.request_id, flow.tokens[:num_computed]) is not None:
             self.known[flow.transfer_id] = flow
             self.go_on(data, flow, num_moves)
 
@@ -180,8 +195,12 @@ class TransferMachine(RuleBasedStateMachine):
     def moves(self, flow: Flow) -> list[Callable[[Flow], None]]:
         """What may happen to the request now, misfortune apart."""
         possible = [
-            (flow.is_running, self.finish),
+            (flow.is_running and not flow.is_computing, self.finish),
+            *[(flow.is_running and flow.is_computing, self.step)] * 3,  # mostly it goes on
+            (flow.is_running, self.end_step),
+            (flow.is_running and flow.state == "ordered", self.preempt),
             (flow.state == "new", self.ask),
+            (flow.state == "new" and flow.is_running, self.ask_and_order),
             (flow.state == "asked" and (flow.is_running or flow.is_held), self.order),
             (flow.state == "asked" and flow.is_fetch, self.order_history),
             (flow.state == "ordered" and flow.is_fetch, self.compute_history),
@@ -201,8 +220,31 @@ class TransferMachine(RuleBasedStateMachine):
         (self.leave if is_abort else self.call_off)(flow)
         self.read_events()
 
+    def step(self, flow: Flow) -> None:
+        """One step ends, and the next chunk of its prompt is in flight; the sender is told."""
+        flow.source.end_step()
+        known = len(flow.source.engine.tokens(flow.request_id))
+        if not flow.source.extend(flow.request_id, flow.tokens[: known + CHUNK_TOKENS]):
+            self.leave(flow)
+        elif flow.request_id in flow.source.transfers.sender.awaited():
+            flow.source.tell(flow.request_id)
+
+    def end_step(self, flow: Flow) -> None:
+        """Nothing is in flight; the sender is told."""
+        flow.source.end_step()
+        if flow.request_id in flow.source.transfers.sender.awaited():
+            flow.source.tell(flow.request_id)
+
+    def preempt(self, flow: Flow) -> None:
+        """It loses its blocks, and begins again with what the index still has."""
+        flow.source.end_step()
+        flow.source.engine.preempt(flow.request_id)
+        if flow.source.compute(flow.request_id, flow.tokens[:CHUNK_TOKENS]) is None:
+            self.leave(flow)
+
     def finish(self, flow: Flow) -> None:
         """The source's run ends, and its KV is held."""
+        flow.source.end_step()
         flow.is_running = False
         flow.is_held = flow.state in ("new", "asked", "ordered")
         flow.source.end(flow.request_id, flow.tokens, hold=flow.is_held)
@@ -210,6 +252,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     def leave(self, flow: Flow) -> None:
         """The source forgets the request."""
+        flow.source.end_step()
         flow.is_running = flow.is_held = False
         flow.source.abort(flow.request_id)
 
@@ -255,6 +298,12 @@ class TransferMachine(RuleBasedStateMachine):
     def ask(self, flow: Flow) -> None:
         command = allocate(flow.request_id, flow.direction, is_private=flow.is_private)
         flow.target.transfers.allocate(command, flow.tokens)
+
+    def ask_and_order(self, flow: Flow) -> None:
+        self.ask(flow)
+        self.read_events()
+        if flow.state == "asked":
+            self.order(flow)
 
     def order(self, flow: Flow) -> None:
         flow.state = "ordered"
@@ -321,6 +370,7 @@ class TransferMachine(RuleBasedStateMachine):
             "fail": lambda: link.fail_next("no wire"),
             "lose": lambda: link.lose_bytes(1),
         }
+        self.num_lost += fault == "lose"
         act[fault]()
 
     @rule(node=st.integers(0, 1))
@@ -367,8 +417,11 @@ class TransferMachine(RuleBasedStateMachine):
                 flow.state = "done"
             case Sent() if flow.state == "ordered" and node is flow.source:
                 assert not flow.is_fetch or flow.is_computed or not flow.block_ids
+                assert not flow.is_running
                 flow.state = "sent"
                 flow.sent_bytes = event.size_bytes
+                promised = len(flow.block_ids) * flow.target.geometry.block_bytes
+                assert 0 <= promised - event.size_bytes <= self.num_lost
                 flow.is_held = False
             case TransmitFailed() if flow.state == "ordered" and node is flow.source:
                 flow.state = "done"

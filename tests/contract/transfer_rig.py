@@ -194,6 +194,10 @@ class Node:
         self.mempool, self.pool = make_pool(num_blocks, clock=self.clock)
         self.engine = EngineStandIn(self.mempool, self.pool)
         self.links: dict[InstanceId, FakeLink] = {}
+        self.num_steps = 0
+        """Those that have ended."""
+        self._in_flight: dict[BlockId, bytes] = {}
+        """What the step in flight will have written when it ends."""
         self._peers: dict[InstanceId, Node] = {}
         self._events: list[AnyEvent] = []
         self.transfers = Transfers(
@@ -249,6 +253,36 @@ class Node:
                 self._write(block_id, kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3))
         return hits
 
+    def extend(self, request_id: str, tokens: Sequence[int]) -> bool:
+        """Schedule the next chunk of a prompt, up to the last of these tokens, as asynchronous
+        scheduling does: the index has its blocks now, and their KV is there when the step has
+        ended. False: there is no room."""
+        known = len(self.engine.tokens(request_id))
+        if not self.engine.generate(request_id, tokens[known:]):
+            return False
+        for index in range(known // BLOCK_SIZE, len(tokens) // BLOCK_SIZE):
+            block_id = self.engine.running[request_id][index]
+            self._in_flight[block_id] = kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3)
+        return True
+
+    def end_step(self) -> None:
+        """What is in flight has its KV."""
+        self.num_steps += 1
+        for block_id, contents in self._in_flight.items():
+            self._write(block_id, contents)
+        self._in_flight.clear()
+
+    def fence(self) -> Callable[[], bool]:
+        """Whether the step that is in flight at this moment has ended."""
+        present = self.num_steps
+        return lambda: self.num_steps > present or not self._in_flight
+
+    def tell(self, request_id: RequestId) -> None:
+        """What the engine loop says of a running request in the style `chunk`."""
+        block_ids = self.engine.running[request_id]
+        num_tokens = len(self.engine.tokens(request_id))
+        self.transfers.sender.computed(request_id, block_ids, num_tokens, self.fence())
+
     def end(self, request_id: RequestId, tokens: Sequence[int], *, hold: bool) -> None:
         """End a running request as the engine loop does; its source is not ready yet."""
         if hold:
@@ -283,6 +317,8 @@ class Node:
                 found = self.mempool.match(tokens, namespace)
                 assert found == self.engine.find(tokens, namespace)
                 for index, block_id in enumerate(found):
+                    if block_id in self._in_flight:
+                        continue
                     expected = kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3)
                     assert read_block(self.memory, self.geometry, block_id) == expected
 

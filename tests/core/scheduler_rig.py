@@ -13,8 +13,9 @@ from memserve.core.policy import Fetching, Split
 from memserve.core.profile import ModelShape
 from memserve.core.vocabulary import RequestSpec, Seat
 from memserve.errors import MemServeError
-from memserve.messages import AnyCommand, AnyEvent, PeerJoined, PeerLost, SendSnapshot
-from memserve.scheduler import GlobalScheduler, SchedulerSettings
+from memserve.messages import AnyCommand, AnyEvent, PeerJoined, PeerLost, Prefill, SendSnapshot
+from memserve.scheduler import GlobalScheduler
+from memserve.scheduler_settings import SchedulerSettings
 from memserve.types import Caching, Geometry, InstanceId, Namespace, RequestId, Role
 from tests.core.worker_model import BLOCK_SIZE, Choices, Truth, WorkerModel
 
@@ -28,13 +29,15 @@ SHAPE = ModelShape(
     intermediate=128,
     vocab=1000,
 )
+PROMPT_S = CostModel(built_in(SHAPE, "cpu")).exec_s(5)
+"""Of computing a prompt of these tests: the floor of a step."""
 SETTINGS = SchedulerSettings(
     caching=Caching.FULL,
     max_attempts=3,
     max_waiting=4,
     wait_timeout_s=60.0,
     max_running=2,
-    max_queued_tokens=1000,
+    max_queued_s=1000.0,
     timeline_requests=100,
     freshness="events",
     tree_ttl_s=3600.0,
@@ -82,10 +85,23 @@ class Rig:
 
     # ── the front end ─────────────────────────────────────────────────────────────────────────
 
-    def submit(self, name: str, *, client: str = "", priority: int = 0, length: int = 5) -> None:
+    def submit(
+        self,
+        name: str,
+        *,
+        client: str = "",
+        priority: int = 0,
+        length: int = 5,
+        first_token: int = 0,
+        session: str = "",
+    ) -> None:
         number = len(self.truths) + 1
         id = RequestId(name)
-        truth = Truth(list(range(length)), [1000 * number + i for i in range(4)], False)
+        truth = Truth(
+            list(range(first_token, first_token + length)),
+            [1000 * number + i for i in range(4)],
+            False,
+        )
         self.truths[id] = truth
         self.tokens[id] = []
         spec = RequestSpec(
@@ -96,6 +112,7 @@ class Rig:
             resample=False,
             namespace=Namespace(),
             client=client,
+            session=session,
             priority=priority,
         )
         self.scheduler.submit(spec)
@@ -194,7 +211,13 @@ class Rig:
 
     def placed(self) -> list[str]:
         """The requests that were placed, in order."""
-        return [c.request_id for _, c in self.sent if type(c).__name__ == "Prefill"]
+        return [c.request_id for _, c in self.sent if isinstance(c, Prefill)]
+
+    def instance_of(self, name: str) -> str:
+        """Where the request was placed last."""
+        return [
+            s.instance for s, c in self.sent if isinstance(c, Prefill) and c.request_id == name
+        ][-1]
 
     def check_quiet(self) -> None:
         """Nobody holds anything, and nothing is charged to anybody."""

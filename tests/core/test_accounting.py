@@ -51,7 +51,7 @@ class Books:
             P1.instance: Role.PREFILL,
             D0.instance: Role.DECODE,
         }
-        self.members = Members(roles, self.cost, max_running=4, max_queued_tokens=1000)
+        self.members = Members(roles, self.cost, max_running=4, max_queued_s=1.5)
         for seat in (P0, P1, D0):
             self.members.add(seat, roles[seat.instance])
 
@@ -67,7 +67,9 @@ class Books:
         life = RequestLifecycle(spec, Limits(block_size=16, max_attempts=3, reservation_s=30.0))
         fields = {"first_is_private": False, "decode_is_private": False, "returns": False}
         life.place(Plan(first=P0, decode=D0, **{**fields, **plan}))
-        self.members.pending.add(spec.id, P0.instance, Path(spec.prompt_token_ids, 16))
+        self.members.pending.add(
+            spec.id, P0.instance, Path(spec.prompt_token_ids, 16), is_fetched=False
+        )
         return life
 
     def charge(self, life: RequestLifecycle, now: float) -> None:
@@ -138,13 +140,17 @@ def test_enough_is_enough_and_room_comes_back() -> None:
     books = Books()
     lives = [books.request(name) for name in "ab"]
     books.charge(lives[0], 0.0)
-    assert books.members.open_roles == {Role.PREFILL, Role.DECODE}
-    books.charge(lives[1], 0.0)  # 1,200 tokens wait on P0, P1 is open
-    assert not books.members.loads.is_open[0]
-    assert books.members.open_roles == {Role.PREFILL, Role.DECODE}
+    assert not books.members.is_waited_for
+    books.charge(lives[1], 0.0)  # two prompts are more than the bound; P1 has none
+    assert books.members.loads.is_busy.tolist() == [True, False, False]
+    assert books.members.loads.is_open.all(), "four requests may be there"
+    assert books.members.free_roles == {Role.PREFILL, Role.DECODE}
+    books.members.remove(P1)
+    assert books.members.free_roles == {Role.DECODE}
     lives[0].step(ClientCancelled())
     books.charge(lives[0], 1.0)
-    assert books.members.loads.is_open[0]
+    assert not books.members.is_waited_for
+    assert books.members.free_roles == {Role.PREFILL, Role.DECODE}
 
 
 def test_a_prefill_that_ran_alone_corrects_the_cost_model() -> None:

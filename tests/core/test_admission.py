@@ -21,10 +21,18 @@ def ticket(
     return Ticket(RequestId(name), client, priority, num_tokens, deadline)
 
 
+def pop(queue: AdmissionQueue, now: float = 0.0) -> Ticket | None:
+    """Take whose turn it is."""
+    for ticket in queue.first(1):
+        queue.take(ticket.id, now)
+        return ticket
+    return None
+
+
 def drain(queue: AdmissionQueue) -> list[str]:
     """Everybody, in order."""
     names = []
-    while (popped := queue.pop(0.0)) is not None:
+    while (popped := pop(queue)) is not None:
         names.append(str(popped.id))
         queue.check_integrity()
     return names
@@ -44,7 +52,7 @@ def queue_of(*tickets: Ticket, max_waiting: int = 100) -> AdmissionQueue:
 def test_one_client_is_served_in_the_order_of_arrival() -> None:
     queue = queue_of(ticket("1", num_tokens=50), ticket("2", num_tokens=1), ticket("3"))
     assert drain(queue) == ["1", "2", "3"]
-    assert queue.pop(0.0) is None
+    assert pop(queue) is None
 
 
 def test_lower_priority_numbers_go_first() -> None:
@@ -72,7 +80,7 @@ def test_what_was_generated_counts_too() -> None:
 def test_idling_earns_no_credit() -> None:
     queue = queue_of(*(ticket(f"a{n}") for n in range(9)))
     for _ in range(5):
-        queue.pop(0.0)
+        pop(queue)
     for n in range(3):
         queue.push(ticket(f"b{n}", "b"))
     assert drain(queue) == ["b0", "a5", "b1", "a6", "b2", "a7", "a8"]
@@ -84,6 +92,25 @@ def test_who_lost_its_place_goes_first_and_is_taken_when_full() -> None:
     queue.push_returned(ticket("again", priority=9))
     queue.check_integrity()
     assert drain(queue) == ["again", "1"]
+
+
+def test_those_who_are_next_are_named_in_the_order_in_which_they_would_be_taken() -> None:
+    small = [ticket(f"b{n}", "b", num_tokens=10) for n in range(4)]
+    queue = queue_of(ticket("a0", num_tokens=30), ticket("a1", num_tokens=30), *small)
+    queue.push(ticket("urgent", "c", priority=-1))
+    queue.push_returned(ticket("again"))
+    ahead = [str(one.id) for one in queue.first(99)]
+    assert ahead == ["again", "urgent", "a0", "b0", "b1", "b2", "a1", "b3"]
+    assert [one.id for one in queue.first(3)] == ahead[:3]
+    assert drain(queue) == ahead
+
+
+def test_who_is_passed_over_stays_where_it_was_and_its_client_is_owed_the_more() -> None:
+    queue = queue_of(*(ticket(f"{client}{n}", client) for n in range(3) for client in "ab"))
+    for name in ("b0", "b1"):  # a0 waits for its place
+        queue.take(RequestId(name), 0.0)
+        queue.check_integrity()
+    assert drain(queue) == ["a0", "a1", "a2", "b2"]
 
 
 def test_the_overdue_are_named_and_can_be_removed() -> None:
@@ -100,10 +127,10 @@ def test_the_estimate_follows_how_fast_the_queue_moves() -> None:
     queue = queue_of(*(ticket(str(n)) for n in range(60)))
     assert queue.retry_after_s(0.0) == 5, "nothing is known yet"
     for second in range(20):
-        queue.pop(float(second))
+        pop(queue, float(second))
     assert queue.retry_after_s(20.0) == 20  # half of 40, one a second
     assert queue.retry_after_s(10_000.0) == 60
-    while queue.pop(20.0):
+    while pop(queue, 20.0):
         pass
     assert queue.retry_after_s(20.0) == 1
 
@@ -150,7 +177,7 @@ def test_it_holds_exactly_who_came_and_did_not_leave(schedule: list[Op]) -> None
             assert queue.remove(RequestId(name))
             del inside[name]
         elif op.kind == "pop":
-            popped = queue.pop(0.0)
+            popped = pop(queue)
             assert (popped is None) == (not inside)
             if popped is not None:
                 back = [name for name in returned if name in inside]
@@ -173,7 +200,7 @@ def test_clients_that_wait_all_the_time_are_given_the_same(schedule: list[Op]) -
     for number, op in enumerate(schedule):
         for client in "abc":  # nobody's line is ever empty
             queue.push(ticket(f"{client}{number}", client, num_tokens=op.num_tokens))
-        popped = queue.pop(0.0)
+        popped = pop(queue)
         assert popped is not None
         given_tokens[popped.client] += popped.num_tokens
         ahead = max(given_tokens.values()) - min(given_tokens[client] for client in "abc")
@@ -187,12 +214,12 @@ def test_nobody_waits_for_more_than_a_round_of_the_others(schedule: list[Op]) ->
     queue = AdmissionQueue(1000)
     for number, op in enumerate(schedule):
         if op.kind == "pop":
-            queue.pop(0.0)
+            pop(queue)
         else:
             queue.push(ticket(str(number), op.client, num_tokens=op.num_tokens))
     queue.push(ticket("new", "newcomer"))
     passed = Counter[str]()
-    while (popped := queue.pop(0.0)) is not None and popped.id != "new":
+    while (popped := pop(queue)) is not None and popped.id != "new":
         passed[popped.client] += popped.num_tokens
         queue.push(ticket(f"more {passed}", popped.client, num_tokens=LARGEST))
         assert passed[popped.client] <= 2 * LARGEST

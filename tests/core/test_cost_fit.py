@@ -18,7 +18,6 @@ from memserve.core.cost_fit import (
     fit_operators,
     fit_prefills,
     fit_reduce,
-    fit_whole_model,
 )
 from memserve.core.cost_model import CostModel
 from memserve.core.cost_samples import (
@@ -30,6 +29,7 @@ from memserve.core.cost_samples import (
     PrefillSample,
     ReduceSample,
     Samples,
+    undisturbed,
 )
 from memserve.core.least_squares import nonnegative
 from memserve.core.profile import (
@@ -42,6 +42,7 @@ from memserve.core.profile import (
     ReduceFit,
     StepFit,
 )
+from memserve.core.whole_model_fit import fit_whole_model
 
 SHAPE = ModelShape(
     num_layers=32,
@@ -247,6 +248,61 @@ def test_another_degree_is_predicted_and_the_whole_model_fit_cannot(
     assert mean_error(found.with_tp(2), two) < 0.05
     assert mean_error(whole.with_tp(2), two) > 2 * mean_error(found.with_tp(2), two)
     assert mean_error(whole, true) < 0.25
+
+
+def test_of_the_prefills_at_a_point_an_undisturbed_one_counts() -> None:
+    times = {(9, 0): [9.0, 3, 1, 2, 8, 7, 5, 4], (9, 4): [2.0, 1.0, 3.0], (5, 0): [5.0]}
+    prefills = [PrefillSample(*at, seconds) for at, found in times.items() for seconds in found]
+    assert [one.seconds for one in undisturbed(prefills)] == [3, 1, 5]
+    assert [one.seconds for one in undisturbed(prefills, 0.5)] == [5, 2, 5]
+    assert [one.seconds for one in undisturbed(prefills, 1.0)] == [9, 3, 5]
+
+
+def slowed(step: StepFit, host: float) -> StepFit:
+    """With a host that takes so many times as long."""
+    return msgspec.structs.replace(
+        step,
+        request_s=host * step.request_s,
+        floor_s=host * step.floor_s,
+        graph_floor_s=host * step.graph_floor_s,
+    )
+
+
+def test_a_step_of_two_ranks_is_launched_by_the_slower_host() -> None:
+    rng = random.Random(3)
+    true = truth(STEP)
+    speeds = [1.0 + 0.8 * rng.random() for _ in range(64)]
+    of_one = [CostModel(msgspec.structs.replace(true, step=slowed(STEP, one))) for one in speeds]
+    prefills = [
+        PrefillSample(*at, rng.choice(of_one).exec_s(*at))
+        for at in points(CALIBRATED)
+        for _ in range(24)
+    ]
+    samples = msgspec.structs.replace(measure(true, noise_of(0)), prefills=prefills)
+    profile = fit_operators(samples, true)
+    hosts = [slowed(STEP, max(rng.choices(speeds, k=2))) for _ in range(64)]
+    of_two = [CostModel(msgspec.structs.replace(true, step=step), 2) for step in hosts]
+    short = [(count, cached) for count, cached in points(TESTED) if count - cached <= 512]
+    measured = undisturbed(
+        PrefillSample(*at, model.exec_s(*at)) for at in short for model in of_two
+    )
+
+    def missed(profile: Profile) -> float:
+        model = CostModel(profile, 2)
+        found = [model.exec_s(one.num_tokens, one.cached_tokens) / one.seconds for one in measured]
+        return float(np.abs(np.array(found) - 1).mean())
+
+    assert missed(profile) < 0.06
+    assert missed(msgspec.structs.replace(profile, steps={})) > 0.1, "one host for both"
+
+
+def test_as_many_ranks_as_were_measured_need_no_guess() -> None:
+    step, two = StepFit(floor_s=1.0), StepFit(floor_s=2.0)
+    profile = msgspec.structs.replace(truth(step), steps={1: step, 2: two, 4: step}, tp=2)
+    assert profile.step_fit(2) is profile.step
+    profile = msgspec.structs.replace(profile, tp=1)
+    assert [profile.step_fit(ranks).floor_s for ranks in (1, 2, 3, 4, 8)] == [1, 2, 2, 1, 1]
+    assert truth(step).step_fit(8) == step
 
 
 def test_without_prefills_the_operators_are_taken_as_they_are() -> None:

@@ -111,13 +111,16 @@ class Placing:
             self.reason = placement.reason
         return placement
 
+    def placed(self, demand: Demand, placement: Placement) -> None:
+        """See `Policy`."""
+
 
 def measure(kind: Kind, moment: Moment, way: Fetching) -> tuple[float, str]:
     """(Seconds to the first token, what the policy would have done)."""
     cost = CostModel(built_in(MODELS[kind.model], kind.device))
     size = cost.kv_bytes(BLOCK)
     mode = parse_mode("2PD-CC")
-    config = Config(scheduler=SchedulerConfig(max_running=1000, max_queued_tokens=10**9))
+    config = Config(scheduler=SchedulerConfig(max_running=1000, max_queued_s=1e6))
     setup = Setup(
         mode=mode,
         scheduler=scheduler_settings(config, mode.default_caching, kind.link),

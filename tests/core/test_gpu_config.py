@@ -313,7 +313,15 @@ def test_refused(
             "transfer.link=shm",
             "'shm' does not reach the memory of device cuda.*auto, ipc",
         ),
+        (2, "cuda", "transfer.style=layers", "style.*request, discrete, chunk"),
         (0, "cpu", "transfer.link=ipc", "'ipc' does not reach the memory of device cpu.*auto, shm"),
+        (0, "cpu", "transfer.link=nccl", "'nccl' does not reach the memory of .*auto, shm$"),
+        (
+            1,
+            "cuda",
+            "transfer.link=nccl",
+            "NCCL cannot join P0 and D0, which share GPU 0; allowed: auto, ipc$",
+        ),
     ],
 )
 def test_values_that_do_not_fit_the_device(
@@ -322,6 +330,18 @@ def test_values_that_do_not_fit_the_device(
     machine(gpus, engine)
     with pytest.raises(ConfigError, match=words):
         _set(assignment)
+
+
+def test_layers_are_not_sent_by_several_ranks(machine: Machine) -> None:
+    machine(4, "cuda")
+    assert _set("transfer.style=layer").transfer.style == "layer"
+    with pytest.raises(ConfigError, match=r"style: 'layer' asked for.*chunk, or cluster.tp = 1$"):
+        _set("transfer.style=layer", "cluster.tp=2")
+
+
+def test_nccl_between_instances_with_gpus_of_their_own(machine: Machine) -> None:
+    machine(2, "cuda")
+    assert _set("transfer.link=nccl").transfer.link == "nccl"
 
 
 @pytest.mark.parametrize(

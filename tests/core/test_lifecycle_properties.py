@@ -10,9 +10,11 @@ wanted to fetch from them.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import random
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from hypothesis import given, settings
@@ -323,10 +325,30 @@ class Cluster:
     ) -> None:
         phase = request.lifecycle.phase
         self.coverage[phase.value, type(event).__name__] += 1
+        if isinstance(event, Output):
+            other = _copied(request.lifecycle)
         actions = request.lifecycle.step(event)
+        if isinstance(event, Output):
+            self._check_short_way(other, request.lifecycle, event, actions)
         if phase is Phase.ENDED:
             assert actions == []
         self._carry_out(request, actions, source, output)
+
+    def _check_short_way(
+        self,
+        other: RequestLifecycle,
+        stepped: RequestLifecycle,
+        event: Output,
+        actions: list[Action],
+    ) -> None:
+        """`more_tokens` must do what `step` does, or leave it to it."""
+        delivery = other.more_tokens(event.instance, event.output)
+        if delivery is None:
+            self.coverage["step", "Output"] += 1
+            return
+        assert actions == [Deliver(delivery)]
+        assert _state(other) == _state(stepped)
+        self.coverage["more_tokens", "with prompt" if delivery.prompt else "tokens"] += 1
 
     def _carry_out(
         self,
@@ -450,6 +472,17 @@ class Cluster:
             assert worker.holders() == [], (worker.instance, worker.holders())
 
 
+def _copied(lifecycle: RequestLifecycle) -> RequestLifecycle:
+    """Shares nothing with it that changes."""
+    shared = (lifecycle.spec, lifecycle.plan)
+    return copy.deepcopy(lifecycle, {id(part): part for part in shared})
+
+
+def _state(lifecycle: RequestLifecycle) -> dict[str, Any]:
+    state = vars(lifecycle)
+    return state | {"_transfers": vars(state["_transfers"])}
+
+
 def _request_of(event: AnyEvent) -> RequestId:
     request_id = getattr(event, "request_id", None)
     if request_id is None:
@@ -498,5 +531,7 @@ CORNERS = [
     ),
     *((phase, "Inserted") for phase in ("prefill", "decode", "return", "drain")),
     *((phase, "InsertFailed") for phase in ("prefill", "decode", "return")),
+    ("step", "Output"),
+    *(("more_tokens", what) for what in ("tokens", "with prompt")),
 ]
 """(phase, event) pairs that the random schedules must have tried, lest this test grows blind."""

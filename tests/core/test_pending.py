@@ -18,23 +18,43 @@ def path(*tokens: int, salt: str | None = None) -> Path:
 
 
 def found(pending: Pending, prompt: Path) -> list[int]:
-    tokens = pending.match(prompt)
-    return [0, 0] if tokens is None else [int(count) for count in tokens]
+    coming = pending.match(prompt)
+    return [0, 0] if coming is None else coming.tokens.tolist()
 
 
 def test_what_is_placed_is_found_until_it_is_computed() -> None:
     pending = Pending(INSTANCES)
-    pending.add(RequestId("a"), INSTANCES[1], path(1, 2, 3, 4, 5))
+    pending.add(RequestId("a"), INSTANCES[1], path(1, 2, 3, 4, 5), is_fetched=False)
     assert found(pending, path(1, 2, 3, 4, 9, 9)) == [0, 4]
     assert found(pending, path(1, 2, 9, 4)) == [0, 2]
     assert pending.match(path(9, 2, 3, 4)) is None
     assert pending.match(path(1)) is None
     assert pending.match(path(1, 2, 3, 4, salt="other")) is None
-    pending.add(RequestId("a"), INSTANCES[0], path(1, 2))  # placed again
+    pending.add(RequestId("a"), INSTANCES[0], path(1, 2), is_fetched=False)  # placed again
     assert found(pending, path(1, 2, 3, 4)) == [2, 0]
     pending.remove(RequestId("a"))
     pending.remove(RequestId("unknown"))
     assert pending.match(path(1, 2)) is None and len(pending) == 0
+
+
+def test_what_is_being_fetched_is_told_apart_from_what_is_in_the_queue() -> None:
+    def fetched() -> list[bool]:
+        coming = pending.match(path(1, 2, 3, 4))
+        assert coming is not None
+        return coming.is_fetched.tolist()
+
+    pending = Pending(INSTANCES)
+    pending.add(RequestId("a"), INSTANCES[1], path(1, 2, 3, 4, 5), is_fetched=True)
+    assert fetched() == [False, True]
+    pending.add(RequestId("b"), INSTANCES[1], path(1, 2), is_fetched=False)
+    assert fetched() == [False, True], "b brings less"
+    pending.add(RequestId("c"), INSTANCES[1], path(1, 2, 3, 4), is_fetched=False)
+    assert fetched() == [False, False], "c brings as much, and is in the queue"
+    pending.remove(RequestId("c"))
+    assert fetched() == [False, True]
+    pending.fetched(RequestId("a"))
+    pending.fetched(RequestId("unknown"))
+    assert fetched() == [False, False]
 
 
 moves = st.tuples(
@@ -53,7 +73,7 @@ def test_it_is_what_a_list_would_say(moves: list[tuple[int, int, list[int], bool
             pending.remove(request_id)
             naive.pop(request_id, None)
         else:
-            pending.add(request_id, INSTANCES[slot], path(*tokens))
+            pending.add(request_id, INSTANCES[slot], path(*tokens), is_fetched=False)
             naive[request_id] = slot, tokens
         expected = [
             max((_shared(tokens, other) for at, other in naive.values() if at == place), default=0)

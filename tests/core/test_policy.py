@@ -92,7 +92,9 @@ class Cluster:
         return self.policy.place(self.demand(*args, **changes), self.loads)
 
     def chosen(self, *args: Any, **changes: Any) -> tuple[str, str | None]:
-        placement = self.place(*args, **changes)
+        demand = self.demand(*args, **changes)
+        placement = self.policy.place(demand, self.loads)
+        self.policy.placed(demand, placement)
         return placement.first, placement.decode
 
 
@@ -162,6 +164,34 @@ def test_a_busy_link_is_a_reason_to_compute() -> None:
     cluster.loads.add_transfer(InstanceId("P0"), InstanceId("D0"), 10**12)
     placement = cluster.place(cached={"P0": 992})
     assert (placement.first, placement.fetch) == ("P1", None)
+
+
+def test_idle_instances_compute_a_prefix_twice_and_busy_ones_queue_for_it() -> None:
+    for others, chosen, followers in ((0, "P1", 0), (1, "P0", 1)):
+        cluster = Cluster("P0", "P1", "P2", "D0")
+        cluster.queue("P0", 1100)
+        cluster.queue("P1", 16, count=others)
+        cluster.queue("P2", 1100, count=others)
+        placement = cluster.place(cached={"P0": 992}, may_fetch=False)
+        assert (placement.first, placement.reason["followers"]) == (chosen, followers)
+
+
+def test_a_long_prompt_does_not_overtake_those_who_fetch() -> None:
+    for is_fetching, chosen in ((False, "P0"), (True, "P1")):
+        cluster = Cluster("P0", "P1", "D0")
+        exec_s = cluster.cost.exec_s(1000, 992)
+        cluster.loads.add(InstanceId("P0"), Share(1000, exec_s, 8, is_fetching), 0.0)
+        cluster.queue("P1", 400)
+        assert cluster.chosen() == (chosen, "D0")
+
+
+def test_what_waits_for_an_instance_counts_as_its_queue() -> None:
+    cluster = Cluster("P0", "P1", "D0")
+    held = {"P0": 992}
+    assert cluster.chosen(cached=held, may_fetch=False) == ("P0", "D0")
+    ahead_s = np.array([1000.0, 0.0, 0.0])
+    placement = cluster.place(cached=held, may_fetch=False, ahead_s=ahead_s)
+    assert placement.first == "P1" and terms(placement, "P0")["queue_s"] == 1000.0
 
 
 def test_the_queue_counts_for_those_who_fetch_as_well() -> None:
@@ -481,6 +511,7 @@ def test_the_cost_policy_explains_a_fetch_in_seconds() -> None:
     assert placement.first == "P1"
     holder, chosen = terms(placement, "P0"), terms(placement, "P1")
     assert holder["queue_s"] == pytest.approx(4 * cluster.cost.exec_s(100), abs=1e-6)
+    assert placement.reason["followers"] == 0, "half of them are idle"
     assert holder["total_s"] == pytest.approx(holder["queue_s"] + holder["exec_s"], abs=2e-6)
     assert (chosen["fetch_from"], chosen["fetch_tokens"]) == ("P0", 992)
     assert chosen["total_s"] == pytest.approx(chosen["fetch_s"] + chosen["exec_s"], abs=2e-6)
@@ -630,7 +661,10 @@ class Naive:
         before_s = count * cost.decode_step_s(count, context)
         after_s = (count + 1) * cost.decode_step_s(count + 1, context + 1000)
         stalled = int(loads.num_requests[slot] - loads.num_prefills[slot])
-        seconds = start + exec_s * (1 + stalled) + 64 * (after_s - before_s)
+        open_firsts = [n for n in NAMES if n[0] == "P" and loads.is_open[self.slot(n)]]
+        waiting = sorted(int(loads.num_prefills[self.slot(n)]) for n in open_firsts)
+        followers = waiting[(len(waiting) - 1) // 2]
+        seconds = start + exec_s * (1 + stalled + followers) + 64 * (after_s - before_s)
         if decode is None:
             return seconds
         missing = max(992 - self.held[decode], 0)
@@ -653,7 +687,7 @@ def test_loads_add_up_whatever_comes_and_goes(
             cluster.loads.remove(*there.pop(size % len(there)), float(now))
         else:
             instance = cluster.loads.instances[place]
-            share = Share(size * 10, size * 0.1, size * 3 if size else 0)
+            share = Share(size * 10, size * 0.1, size * 3 if size else 0, size % 3 == 1)
             there.append((instance, share))
             cluster.loads.add(instance, share, float(now))
         cluster.loads.check_integrity()

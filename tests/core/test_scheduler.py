@@ -12,10 +12,11 @@ from memserve.core.vocabulary import Seat
 from memserve.errors import OverloadedError, UnavailableError
 from memserve.messages import Allocate, CacheChanged, SendSnapshot, Transmit
 from memserve.types import InstanceId, RequestId, Role
-from tests.core.scheduler_rig import SHAPE, Rig
+from tests.core.scheduler_rig import PROMPT_S, SHAPE, Rig
 
 PAIR = {"P0": Role.PREFILL, "D0": Role.DECODE}
 ONE = {"PD0": Role.COLOCATED}
+TWO = ONE | {"PD1": Role.COLOCATED}
 MANY = PAIR | {"P1": Role.PREFILL, "D1": Role.DECODE, "PD0": Role.COLOCATED}
 
 
@@ -47,16 +48,76 @@ def test_more_than_an_instance_may_run_waits_here() -> None:
 
 
 def test_a_long_queue_of_prompts_is_kept_here_too() -> None:
-    rig = rig_of(ONE, max_running=100, max_queued_tokens=8)
+    rig = rig_of(ONE, max_running=100, max_queued_s=1.5 * PROMPT_S)
     for number in range(4):
         rig.submit(str(number), length=7)
-    assert rig.placed() == ["0", "1"], "7 tokens are below the bound, 14 are not"
+    assert rig.placed() == ["0", "1"], "one prompt is below the bound, two are not"
     rig.run()
     assert len(rig.placed()) == 4
 
 
+def test_a_request_waits_for_a_busy_instance_if_that_is_better_and_lets_others_pass() -> None:
+    rig = rig_of(TWO, policy="session", max_running=100, max_queued_s=0.5 * PROMPT_S)
+    rig.submit("first")
+    assert (rig.placed(), rig.instance_of("first")) == (["first"], "PD0")
+    rig.submit("same session")
+    rig.submit("other", first_token=50)
+    assert rig.placed() == ["first", "other"]
+    assert rig.instance_of("other") == "PD1"
+    assert rig.scheduler.counters().waiting == 1
+    rig.run()
+    assert rig.instance_of("same session") == "PD0"
+    timeline = rig.scheduler.timeline(RequestId("same session"))
+    assert timeline is not None
+    (waits,) = [step for step in timeline.steps if step.name == "waits"]
+    assert waits.instance == "PD0" and waits.detail is not None
+    assert waits.detail.keys() == {"policy", "tokens", "candidates"}
+    assert set(rig.ended.values()) == {"final"}
+    rig.check_quiet()
+
+
+def test_a_request_waits_for_what_its_place_is_fetching_rather_than_to_overtake_it() -> None:
+    rig = rig_of(TWO, policy="session", freshness="ttl", fetching=Fetching.ALWAYS, max_running=9)
+    rig.submit("holds it", length=9, session="a")
+    rig.run()
+    rig.submit("keeps it busy", first_token=50, session="a")
+    rig.submit("fetches", length=9, session="b")
+    assert rig.placed() == ["holds it", "keeps it busy"]
+    rig.submit("counts on it", length=9, session="b")
+    assert rig.scheduler.counters().waiting == 1
+    rig.run()
+    assert rig.placed()[2:] == ["fetches", "counts on it"]
+    assert rig.instance_of("fetches") == rig.instance_of("counts on it") == "PD1"
+    rig.check_quiet()
+
+
+def test_only_some_of_those_who_wait_are_looked_at_and_nobody_is_forgotten() -> None:
+    rig = rig_of(
+        TWO, policy="session", max_running=100, max_queued_s=0.5 * PROMPT_S, max_waiting=99
+    )
+    rig.submit("first")
+    for number in range(20):
+        rig.submit(f"same session {number}")
+    rig.submit("other", first_token=50)
+    assert rig.placed() == ["first"], "behind more than are looked at"
+    rig.run()
+    assert rig.placed()[1:3] == ["same session 0", "same session 1"], "in order"
+    assert len(rig.placed()) == 22 and set(rig.ended.values()) == {"final"}
+    rig.check_quiet()
+
+
+def test_who_waits_by_choice_counts_for_the_bound() -> None:
+    rig = rig_of(TWO, policy="session", max_queued_s=0.5 * PROMPT_S, max_waiting=1)
+    rig.submit("first")
+    rig.submit("same session")
+    with pytest.raises(OverloadedError):
+        rig.submit("other", first_token=50)
+    rig.run()
+    assert set(rig.ended.values()) == {"final"}
+
+
 def test_a_prompt_above_the_bound_is_served_alone() -> None:
-    rig = rig_of(ONE, max_queued_tokens=8)
+    rig = rig_of(ONE, max_queued_s=0.1 * PROMPT_S)
     rig.submit("long", length=50)
     rig.run()
     assert rig.ended == {"long": "final"}
@@ -288,7 +349,7 @@ def fetch_s(rig: Rig, name: str) -> float:
 @given(st.binary(max_size=400), st.sampled_from(["events", "ttl"]))
 def test_the_books_agree_whatever_happens(data: bytes, freshness: str) -> None:
     """Submits, cancels, deaths and returns at any moment; at the end nobody is owed anything."""
-    rig = Rig(MANY, data, freshness=freshness, max_running=1, max_queued_tokens=12)
+    rig = Rig(MANY, data, freshness=freshness, max_running=2, max_queued_s=0.5 * PROMPT_S)
     rig.start()
     for worker in rig.workers.values():
         worker.faults_left = 2

@@ -13,7 +13,9 @@ from rich.console import Console
 
 from memserve import cli
 from memserve.core.builtin import built_in
-from memserve.simulator.report import Objectives, histogram, show, spread, summarize
+from memserve.simulator.objectives import Objectives
+from memserve.simulator.plots import histogram, over_time
+from memserve.simulator.report import show, spread, summarize
 from memserve.simulator.setup import MODELS
 from memserve.simulator.simulation import Outcome, Result, Traffic, Work
 
@@ -41,6 +43,31 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "12 requests, 0 failed" in out
     assert "TTFT" in out and "█" in out
+
+
+def test_goodput_is_shown_with_what_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "goodput" not in run(capsys)[1]
+    out = run(capsys, "--slo-ttft-s", "2", "--slo-tpot-s", "0.5")[1]
+    assert "goodput (TTFT ≤ 2 s, TPOT ≤ 0.5 s): 100.0%" in out
+
+
+def test_what_is_printed_as_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.svg"
+    assert run(capsys, "--svg", str(path))[0] == 0
+    assert "TTFT" in path.read_text() and path.read_text().startswith("<svg")
+
+
+def test_a_profile_says_for_how_many_ranks_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    profile = built_in(MODELS["llama-3.1-8b"], "H200", model="big")
+    path = tmp_path / "profile.json"
+    path.write_bytes(msgspec.json.encode(profile))
+    times = [
+        json.loads(run(capsys, "--json", "--profile", str(path), *flags)[1])["tpot_s"]["mean"]
+        for flags in ((), ("--tp", "1"), ("--tp", "4"))
+    ]
+    assert times[0] == times[1] > times[2]
 
 
 def test_a_line_for_each_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -91,7 +118,11 @@ def test_a_profile_of_another_format_is_refused(
         (["--rate", "1e-300"], "days"),
         (["--think-s", "nan"], "--think-s"),
         (["--tp", "0"], "--tp"),
-        (["--tp", "100000"], "1 to 32"),
+        (["--mode", "900P900D", "--blocks", "200000"], "up to 111,111 for each"),
+        (["--tp", "3"], "1, 2, 4, 8, 16, 32"),
+        (["--slo-ttft-s", "-1"], "--slo-ttft-s"),
+        (["--svg", "/does/not/exist/file"], "--svg"),
+        (["--link", "dram"], "allowed: ipc, nccl, tcp, shm"),
         (["--blocks", "1000000000000"], "up to"),
         (["--requests", "-1"], "--requests"),
         (["--max-context", "10"], "no call fits"),
@@ -133,7 +164,7 @@ def outcome(ttft: float | None, jct: float | None, reply: int = 11) -> Outcome:
 def result(*outcomes: Outcome) -> Result:
     return Result(
         outcomes=list(outcomes),
-        traffic=Traffic({"forward": 2}, {"forward": 2048}, 3),
+        traffic=Traffic({"forward": 2}, {"forward": 2048}, evicted_blocks=3),
         duration_s=10.0,
         busy={"P0": 0.5, "D0": 1.0},
         num_preempted=0,
@@ -153,6 +184,7 @@ def test_figures_are_those_of_the_definitions() -> None:
     assert summary.requests_per_s == pytest.approx(0.2)
     assert summary.hit_ratio == 0.25
     assert (summary.busy_mean, summary.busy_most) == (0.75, 1.0)
+    assert summary.busy_by_role == {"P": 0.5, "D": 1.0}
     assert summary.scheduler_s == pytest.approx(0.504)
 
 
@@ -164,9 +196,29 @@ def test_a_reply_of_one_token_has_no_time_per_token() -> None:
 def test_nothing_at_all_is_shown_too() -> None:
     console = Console(file=io.StringIO(), width=100)
     empty = result(outcome(None, None))
-    show(summarize(empty, Objectives()), empty, console)
+    show(summarize(empty, Objectives()), empty, Objectives(), console)
     assert "1 failed" in console.file.getvalue()  # type: ignore[attr-defined]
     assert spread([]).mean is None
+
+
+def test_a_run_over_time() -> None:
+    outcomes = [outcome(1.0, 2.0), outcome(11.0, 19.0)]
+    outcomes[1].sent_at, outcomes[1].cached_tokens = 9.0, 50  # its TTFT is 3 s
+    run = result(*outcomes)
+    run.traffic.moved.append((10.9, 3200))  # in the last of 32 intervals of 10 s
+    console = Console(file=io.StringIO(), width=100)
+    console.print(over_time(run, Objectives(ttft_s=2.0)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+
+    def row(name: str) -> str:
+        (line,) = [line for line in text.splitlines() if line.strip().startswith(name)]
+        return line.strip().removeprefix(name)
+
+    assert row("from the cache").split()[-2:] == ["25%", "50%"]
+    assert row("goodput").split()[-2:] == ["0%", "100%"]
+    assert "10.0 KiB" in row("moved, bytes/s")
+    bars = row("TTFT, mean").strip()
+    assert (bars[0], bars[25]) == ("▃", "█")
 
 
 @pytest.mark.parametrize("values", [[0.1, 0.2, 0.4, 8.0], [1.0, 1.0], [0.0, 1e-9], [5.0, 5e5]])

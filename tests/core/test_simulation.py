@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ from memserve.simulator.simulation import Result, Setup, Simulation
 from memserve.simulator.synthetic import Shape
 from memserve.simulator.worker import Hardware
 from memserve.simulator.workload import Call, Piece, key_of
-from memserve.types import BlockId, Caching, Geometry, TransferId
+from memserve.types import BlockId, Caching, Geometry, InstanceId, TransferId
 
 BLOCK = 16
 BLOCK_BYTES = 1600
@@ -37,7 +37,7 @@ PLAIN = msgspec.structs.replace(
         policy="prefix",
         max_running=10_000,
         max_waiting=10_000,
-        max_queued_tokens=10**9,
+        max_queued_s=1e9,
         wait_timeout_s=10_000.0,
     ),
 )
@@ -80,6 +80,7 @@ def simulate(
     config: Config = PLAIN,
     costs: CostModel | None = None,
     link: str = "shm",
+    slowdowns: Mapping[InstanceId, float] | None = None,
 ) -> Result:
     """Run to the end; nothing may be left anywhere."""
     parsed = parse_mode(mode)
@@ -89,6 +90,7 @@ def simulate(
         hardware=Hardware(geometry(blocks), link, EngineLimits(tokens, requests, steps_together)),
         message_s=MESSAGE_S,
         front_end_s=FRONT_END_S,
+        slowdowns=slowdowns or {},
     )
     simulation = Simulation(setup, calls, costs or Plain(), CLOCK)
     result = simulation.run()
@@ -134,6 +136,30 @@ def test_a_request_takes_its_messages_its_prefill_and_its_steps() -> None:
     assert outcome.jct_s == pytest.approx(FRONT_END_S + 2 * MESSAGE_S + prefill_s + decode_s)
     assert outcome.tpot_s == pytest.approx(decode_s / 3)
     assert result.busy["PD0"] == pytest.approx((prefill_s + decode_s) / result.duration_s)
+
+
+def test_a_slow_instance_takes_longer_for_its_steps_alone() -> None:
+    calls = [call("a", 100, 40)]
+    plain = simulate(calls, "1P1D-CC").outcomes[0]
+    slow_p = simulate(calls, "1P1D-CC", slowdowns={InstanceId("P0"): 3.0}).outcomes[0]
+    slow_d = simulate(calls, "1P1D-CC", slowdowns={InstanceId("D0"): 3.0}).outcomes[0]
+    prefill_s = 0.01 + 100e-4
+    assert slow_p.ttft_s == pytest.approx(plain.ttft_s + 2 * prefill_s)  # type: ignore[operator]
+    assert slow_p.jct_s == pytest.approx(plain.jct_s + 2 * prefill_s)  # type: ignore[operator]
+    assert slow_d.ttft_s == plain.ttft_s
+    # all that D does besides steps is to wait for the first token, and the prompt's KV
+    before_d = plain.ttft_s + 0.001 + 6 * BLOCK_BYTES / 1e9  # type: ignore[operator]
+    rest_s = plain.jct_s - before_d  # type: ignore[operator]
+    assert slow_d.jct_s == pytest.approx(before_d + 3 * rest_s, rel=0.02)
+
+
+def test_what_the_scheduler_observes_changes_no_engine() -> None:
+    """Its model is corrected by messages and waits; the engines' would drift with it."""
+    costs = Plain()
+    calls = [call(f"s{n}", 100, 2, at=float(n)) for n in range(50)]
+    outcomes = simulate(calls, costs=costs).outcomes
+    assert costs.factor == 1.0
+    assert outcomes[-1].jct_s == pytest.approx(outcomes[0].jct_s)
 
 
 def test_a_long_prompt_is_computed_in_chunks() -> None:

@@ -50,7 +50,7 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
-from memserve.types import InstanceId, Namespace, RequestId, TransferId
+from memserve.types import InstanceId, Namespace, RequestId, TransferId, TransferStyle
 from memserve.workers.compat import Engine, EngineCodec, complete_tokens
 from memserve.workers.engine_loop import EngineLoop
 from memserve.workers.index_reports import IndexReports
@@ -70,7 +70,8 @@ NUM_BLOCKS = 24
 
 
 class ScriptedEngine:
-    """What the loop uses of `compat.Engine`. Each step gives every running request one token."""
+    """What the loop uses of `compat.Engine`. Each step gives every running request one token, or
+    computes the next chunk of its prompt."""
 
     max_model_len = 100
 
@@ -87,6 +88,10 @@ class ScriptedEngine:
         self.num_steps = 0
         self.steps_in_flight = 0
         """As the fence sees it: a step ends so many calls of `step` later."""
+        self.chunk_tokens = 1000
+        self.layers_told: Sequence[int] = ()
+        """Of which the step tells while it computes."""
+        self.after_each_step: Callable[[], None] = lambda: None
 
     @property
     def num_running(self) -> int:
@@ -103,6 +108,12 @@ class ScriptedEngine:
     @property
     def is_starved(self) -> bool:
         return bool(self.waiting) and not self.running
+
+    def running_blocks(self, request_id: str) -> tuple[list[int], int]:
+        request = self.running.get(request_id)
+        if request is None:
+            return [], 0
+        return list(self.tables[request_id]), request.num_computed_tokens
 
     def held_blocks(self) -> dict[str, list[int]]:
         return dict(self.tables)
@@ -139,8 +150,17 @@ class ScriptedEngine:
         for request in list(self.waiting):
             self._schedule(request)
         outputs = []
+        scheduled = {
+            r.request_id: min(self.chunk_tokens, r.num_tokens - r.num_computed_tokens)
+            for r in self.running.values()
+        }
+        self.loop.on_step(scheduled)
+        for layer in self.layers_told:
+            self.loop.on_layer(layer)
         for request in list(self.running.values()):
-            request.num_computed_tokens = request.num_tokens
+            request.num_computed_tokens += scheduled[request.request_id]
+            if request.num_computed_tokens < request.num_tokens:
+                continue
             request.append_output_token_ids(500 + request.num_output_tokens)
             output = EngineCoreOutput(request.request_id, [request.output_token_ids[-1]])
             if request.num_output_tokens == request.max_tokens:
@@ -149,7 +169,8 @@ class ScriptedEngine:
                 del self.running[request.request_id]
                 self._finish(request)
             outputs.append(output)
-        return EngineCoreOutputs(outputs=outputs), bool(outputs)
+        self.after_each_step()
+        return EngineCoreOutputs(outputs=outputs), bool(self.running or outputs)
 
     def _schedule(self, request: Request) -> None:
         assert self.loop is not None
@@ -166,6 +187,7 @@ class ScriptedEngine:
         self._pool.cache_full_blocks(
             request, blocks, cached // BLOCK_SIZE, len(request.block_hashes), BLOCK_SIZE, 0
         )
+        request.num_computed_tokens = cached
         self.waiting.remove(request)
         self.running[request.request_id] = request
         self.tables[request.request_id] = [block.block_id for block in blocks]
@@ -216,7 +238,11 @@ class ScriptedChannel:
 class Bench:
     """One loop with everything around it; with `queues`, it has a DRAM tier that copies on them."""
 
-    def __init__(self, queues: ManualQueues | None = None) -> None:
+    def __init__(
+        self,
+        queues: ManualQueues | None = None,
+        style: TransferStyle = TransferStyle.REQUEST,
+    ) -> None:
         self.clock = FakeClock()
         self.mempool, self.pool = make_pool(NUM_BLOCKS, clock=self.clock)
         self.engine = ScriptedEngine(self.mempool, self.pool)
@@ -225,6 +251,9 @@ class Bench:
         size = buffer_bytes(shape)
         memory = bytearray(size)
         self.link = FakeLink(memory, shape, bytearray(size), shape)
+        self.writes: list[str] = []
+        """What was sent, in words, as the link was given it."""
+        self._note_writes()
         reports = IndexReports(self.mempool, InstanceId("P0"), 1, self.channel.send)
         self.transfers = Transfers(
             self.mempool,
@@ -233,6 +262,7 @@ class Bench:
             InstanceId("P0"),
             1,
             reports.send,
+            style,
         )
         self.swaps: Swaps = NoSwaps()
         if queues is not None:
@@ -254,6 +284,22 @@ class Bench:
             clock=self.clock,
         )
         self.engine.loop = self.channel.loop = self.loop
+
+    def _note_writes(self) -> None:
+        send, send_layer = self.link.send, self.link.send_layer
+
+        def noted(part: TransferId, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+            self.writes.append(f"{len(targets)} blocks in step {self.engine.num_steps}")
+            send(part, sources, targets)
+
+        def noted_layer(
+            part: TransferId, layer: int, sources: Sequence[Any], targets: Sequence[Any]
+        ) -> None:
+            text = f"layer {layer} of {len(targets)} in step {self.engine.num_steps}"
+            self.writes.append(text)
+            send_layer(part, layer, sources, targets)
+
+        self.link.send, self.link.send_layer = noted, noted_layer  # type: ignore[method-assign]
 
     def run(self, *commands: AnyCommand, idle_waits: int = 0) -> list[AnyEvent]:
         """Serve these until the worker is idle, and has waited so often.
@@ -382,6 +428,60 @@ def test_sent_follows_finished(bench: Bench, transmit_first: bool) -> None:
         assert kinds(events) == [Started, Tokens, Finished, Sent]
     assert only(events, Sent).num_blocks == 2
     assert bench.audit().stats.active_blocks == 0
+
+
+CHUNKED = prompt(17)
+
+
+@pytest.mark.parametrize(
+    ("style", "steps_in_flight", "writes"),
+    [
+        ("request", 0, ["4 blocks in step 3"]),
+        ("discrete", 0, ["4 blocks in step 3"]),
+        ("chunk", 0, ["1 blocks in step 1", "2 blocks in step 2", "1 blocks in step 3"]),
+        ("chunk", 1, ["1 blocks in step 2", "2 blocks in step 3", "1 blocks in step 3"]),
+        ("chunk", 9, ["1 blocks in step 3", "2 blocks in step 3", "1 blocks in step 3"]),
+        (
+            "layer",
+            0,
+            [
+                f"layer {n} of {b} in step {s}"
+                for s, b in ((1, 1), (2, 2), (3, 1))
+                for n in (2, 0, 1)
+            ],
+        ),
+    ],
+)
+def test_what_is_sent_in_which_step(style: str, steps_in_flight: int, writes: list[str]) -> None:
+    """A prompt of three steps; `layer` also sends what the hooks do not tell of, here layer 1."""
+    bench = Bench(style=TransferStyle(style))
+    bench.engine.chunk_tokens, bench.engine.layers_told = 6, (2, 0)
+    bench.engine.steps_in_flight = steps_in_flight
+    bench.run(JOINED)
+    events = bench.run(prefill(CHUNKED), transmit(5, 6, 7, 8))
+    assert kinds(events) == [Started, Tokens, Finished, Sent]
+    sent = only(events, Sent)
+    assert (sent.num_blocks, sent.size_bytes) == (4, 4 * geometry().block_bytes)
+    assert bench.writes == writes
+    assert bench.audit().stats.active_blocks == 0
+
+
+@pytest.mark.parametrize("style", ["chunk", "layer"])
+def test_parts_of_a_request_that_is_aborted_in_its_prefill(style: str) -> None:
+    bench = Bench(style=TransferStyle(style))
+    bench.engine.chunk_tokens = 6
+    bench.run(JOINED)
+
+    def after_step() -> None:
+        if bench.engine.num_steps == 2:
+            bench.channel.commands.append(Abort(epoch=1, request_id=ID))
+
+    bench.engine.after_each_step = after_step
+    events = bench.run(prefill(CHUNKED), transmit(5, 6, 7, 8))
+    assert kinds(events) == [Started, TransmitFailed]
+    assert len(bench.writes) > 0 and not bench.transfers.is_active
+    audited = bench.audit()
+    assert (audited.holders, audited.problems) == ([], [])
 
 
 def test_abort_fails_the_transmit_that_waits(bench: Bench) -> None:

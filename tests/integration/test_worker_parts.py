@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from memserve.errors import StartError
+from memserve.types import InstanceId
 from memserve.workers import main
 from memserve.workers.kv_layout import geometry_of
 from memserve.workers.kv_memory import GpuKvMemory, HostKvMemory, kv_memory
+from memserve.workers.links.base import Rank
 from tests.contract.link_rig import geometry
 
 pytestmark = pytest.mark.integration
@@ -85,11 +87,12 @@ def test_a_device_that_the_engine_was_not_built_for_is_refused() -> None:
         main._require_device("cuda")
 
 
-def test_memory_by_device() -> None:
-    memory = kv_memory("cuda")
+def test_memory_by_device(tmp_path: Path) -> None:
+    rank = Rank(InstanceId("P0"), 1, 0)
+    memory = kv_memory("cuda", rank, tmp_path)
     assert isinstance(memory, GpuKvMemory)  # and CUDA is not touched by that
     assert memory.tensor is None and memory.addresses == {} and memory.openers(geometry()) == {}
-    assert isinstance(kv_memory("cpu"), HostKvMemory)
+    assert isinstance(kv_memory("cpu", rank, tmp_path), HostKvMemory)
 
 
 def test_host_memory_is_made_once_and_offered() -> None:

@@ -1,20 +1,20 @@
 """What a link is: the way from this instance's KV blocks into one peer's.
 
-Collaborators: `transfer.py` opens one link per peer, through `choice.py`, and is the only caller;
-`shm.py` (CPU), `ipc.py` (GPUs of one host) and `fake.py` (tests) are links.
+Collaborators: `transfer.py` opens one link per peer, through `choice.py`; `sending.py` calls it,
+with transfers in one part or in several, each of which is a transfer of its own to the link;
+`shm.py` (CPU), `ipc.py` and `nccl.py` (GPUs of one host) and `fake.py` (tests) are links.
 `tests/contract/test_links.py` holds what every link must do.
 
-All links so far are one-sided: the sender writes, the receiver only counts what it is told. A
-two-sided link (NCCL) needs the receiver to post the blocks of a transfer when it allocates them;
-its place is a method beside `send`, called by the receiving `Transfers`. `send` and `poll` are
-apart so that a link may work in the background, on a stream or a thread of its own.
+Links are one-sided: the sender writes, the receiver only counts what it is told. Where the wire is
+two-sided (NCCL), the receiving end is a thread that nobody else knows. `send` and `poll` are apart
+so that a link may work in the background, on a stream or a thread of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
@@ -67,8 +67,38 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop everything; on return the link touches no memory. No completions follow."""
+        """Stop everything; on return the link touches no memory. No completions follow.
+
+        For a two-sided link that includes what this life of the peer writes here.
+        """
         ...
+
+
+@runtime_checkable
+class LayerLink(Link, Protocol):
+    """A link that can send a block's layers one by one, as they are computed."""
+
+    def send_layer(
+        self,
+        transfer_id: TransferId,
+        layer: int,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        """As `send`, for the pages of one layer, which are read as the work queued so far on the
+        device leaves them.
+
+        May be called once for each layer under the same id: each call has its own completion.
+        """
+        ...
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One rank of one life of an instance."""
+
+    instance: InstanceId
+    epoch: int
+    rank: int
 
 
 class RankPeer(msgspec.Struct, frozen=True):
@@ -161,12 +191,16 @@ def plan_pieces(
     source_ids: Sequence[BlockId],
     target_ids: Sequence[BlockId],
     rows: tuple[Rows, Rows] | None = None,
+    *,
+    is_discrete: bool = False,
+    layer: int | None = None,
 ) -> list[Piece]:
     """The fewest contiguous pieces that make up these blocks; pure.
 
     Aggregated blocks give one piece per run of neighbouring blocks. If the pages of a block lie
     apart on either side, each of the L layers gives its own pieces. With `rows`, only that part of
-    each page goes, on either side (`heads.rows_of`), row by row.
+    each page goes, on either side (`heads.rows_of`), row by row. `is_discrete`: every page is a
+    piece of its own, however it lies. `layer`: the pages of that one layer only.
     Raises: TransferError for block ids that do not exist or do not pair up.
     """
     if len(source_ids) != len(target_ids):
@@ -174,15 +208,16 @@ def plan_pieces(
     _require_existing(source, source_ids, "source")
     _require_existing(target, target_ids, "target")
     runs = _runs(source_ids, target_ids)
+    if layer is not None:
+        source, target = source.only(layer), target.only(layer)
+    layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
     if rows is not None:
         layers = _rows_of_layers(source, target, *rows)
-    elif has_whole_blocks(source) and has_whole_blocks(target):
+    elif not is_discrete and has_whole_blocks(source) and has_whole_blocks(target):
         layers = [(source.layer_offsets[0], target.layer_offsets[0], source.block_bytes)]
-    else:
-        layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
     pieces: list[Piece] = []
     for source_offset, target_offset, size in layers:
-        if not source.block_stride == target.block_stride == size:
+        if is_discrete or not source.block_stride == target.block_stride == size:
             runs = _single(runs)
         pieces += (
             (

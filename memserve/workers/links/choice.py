@@ -1,4 +1,5 @@
-"""Which link leads to a peer: the fastest that both ends have, from each rank to each.
+"""Which link leads to a peer: the fastest that both ends have and that can be opened, from each
+rank to each.
 
 An instance has a kind of link if it can write by it, and offers its own memory under the same name
 (`Ready.addresses`). Collaborators: `hosts.py` lists this instance's kinds, fastest first, and opens
@@ -7,6 +8,7 @@ lanes; `transfer.py` opens links through `LinkChoice`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
@@ -17,6 +19,8 @@ from memserve.types import Geometry
 from memserve.workers.links.base import Link, RankPeer
 from memserve.workers.links.heads import Route, routes_to
 from memserve.workers.links.ranked import RankedLink
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 
@@ -43,10 +47,19 @@ class LinkChoice:
 
     def __call__(self, peer: PeerJoined) -> Link:
         """Raises: TransferError (no kind in common; the peer's memory cannot be reached)."""
+        problems = []
         for kind in self._kinds:
             if kind in peer.addresses and self._wanted in (AUTO, kind):
-                lanes = self._open_lanes(kind, routes_to(kind, self._own, peer))
+                try:
+                    lanes = self._open_lanes(kind, routes_to(kind, self._own, peer))
+                except TransferError as error:
+                    problems.append(f"{kind}: {error}")
+                    continue
+                if problems:
+                    logger.warning("%s is reached by %s; %s", peer.peer, kind, "; ".join(problems))
                 return lanes[0] if len(lanes) == 1 else RankedLink(lanes)
+        if problems:
+            raise TransferError(f"no link to {peer.peer}: {'; '.join(problems)}")
         offered = ", ".join(sorted(peer.addresses)) or "none"
         here = ", ".join(self._kinds) or "none"
         only = "" if self._wanted == AUTO else f" (transfer.link is {self._wanted!r})"

@@ -17,6 +17,7 @@ from memserve.workers.links.base import Completion
 class _Job(msgspec.Struct):
     transfer_id: TransferId
     pairs: list[tuple[BlockId, BlockId]]
+    layers: Sequence[int]
     size_bytes: int = 0
     error: str | None = None
 
@@ -76,8 +77,28 @@ class FakeLink:
         source_ids: Sequence[BlockId],
         target_ids: Sequence[BlockId],
     ) -> None:
+        layers = range(self._source_geometry.num_layers)
+        self._begin(transfer_id, layers, source_ids, target_ids)
+
+    def send_layer(
+        self,
+        transfer_id: TransferId,
+        layer: int,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        self._begin(transfer_id, [layer], source_ids, target_ids)
+
+    def _begin(
+        self,
+        transfer_id: TransferId,
+        layers: Sequence[int],
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
         error, self._next_error = self._next_error, None
-        job = _Job(transfer_id, list(zip(source_ids, target_ids, strict=False)), error=error)
+        pairs = list(zip(source_ids, target_ids, strict=False))
+        job = _Job(transfer_id, pairs, layers, error=error)
         if not self._are_valid(source_ids, target_ids):
             job.pairs, job.error = [], "no such blocks"
         self._jobs.append(job)
@@ -122,7 +143,7 @@ class FakeLink:
         size = source.page_bytes
         while len(job.pairs) > keep:
             source_id, target_id = job.pairs.pop(0)
-            for layer in range(source.num_layers):
+            for layer in job.layers:
                 begin = source.layer_offsets[layer] + source_id * source.block_stride
                 to = target.layer_offsets[layer] + target_id * target.block_stride
                 self._target[to : to + size] = self._source[begin : begin + size]

@@ -4,13 +4,14 @@ One-sided. `send` queues all copies of a transfer at once on streams of the link
 engine's compute stream, and `poll` asks events whether they are done; nothing here waits for the
 GPU but `close`.
 
-When the source is complete. A request's KV is sent when the request has ended here, that is, after
-the engine has processed the outputs of its last step. Those outputs reach the host through an event
-behind the step's last kernel, so all KV of that step and of earlier ones is in memory by then, also
-with asynchronous scheduling: the step that is in flight meanwhile writes to no full block of the
-request (`compat.complete_tokens` leaves its tokens out), and vLLM frees blocks that it may write
-only when it has ended. So the copies wait for no event of the compute stream; they would wait for
-the next requests' prefill.
+When the source is complete. KV is sent after the engine has processed the outputs of the step that
+wrote it: when the request has ended here, or part by part (`early.py`). Those outputs reach the
+host through an event behind the step's last kernel, so all KV of that step and of earlier ones is
+in memory by then, also with asynchronous scheduling: the step that is in flight meanwhile writes to
+no full block of the request (`compat.complete_tokens` leaves its tokens out), and vLLM frees blocks
+that it may write only when it has ended. So the copies wait for no event of the compute stream;
+they would wait for the next requests' prefill. Only `send_layer`, which is called from inside a
+step, waits for what the engine has queued by then.
 
 When the target is complete. The events of the copies lie behind the peer's memory having been
 written. `Sent` is said after that, and the receiver launches kernels that read the blocks after it
@@ -35,7 +36,7 @@ from memserve.ops.blocks import BlockOps, CudaBlockOps, Method
 from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.device_memory import DeviceMemory
 from memserve.ops.views import BlockView, Rows
-from memserve.types import BlockId, Geometry, TransferId
+from memserve.types import BlockId, Geometry, TransferId, TransferStyle
 from memserve.workers.gpu_memory import KIND, GpuBuffer, PeerGpuBuffer
 from memserve.workers.links.base import Completion, RankPeer, has_whole_blocks
 from memserve.workers.links.heads import rows_of
@@ -78,15 +79,23 @@ class IpcLink:
         ops: BlockOps,
         streams: Sequence[torch.cuda.Stream],
         rows: tuple[Rows, Rows] | None = None,
+        compute_stream: Callable[[], torch.cuda.Stream] = torch.cuda.current_stream,
+        is_discrete: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Takes over `target`, not `source`. `rows`: the part of each page that goes; None: all.
 
-        Raises: TransferError if a geometry exceeds its buffer (the caller keeps `target` then).
+        `compute_stream`: the engine's, for `send_layer`. `is_discrete`: `ops` gets the layers one
+        by one. Raises: TransferError if a geometry exceeds its buffer (the caller keeps `target`
+        then).
         """
         own_rows, peer_rows = rows or (None, None)
         self._source = BlockView.of(source_geometry, source, own_rows)
         self._view: BlockView | None = BlockView.of(target_geometry, target.tensor, peer_rows)
+        self._source_layers = _layers(source_geometry, source, own_rows)
+        self._target_layers = _layers(target_geometry, target.tensor, peer_rows)
+        self._compute_stream = compute_stream
+        self._is_discrete = is_discrete
         self._target = target
         self._ops = ops
         self._streams = list(streams)
@@ -122,6 +131,26 @@ class IpcLink:
         except TransferError as error:
             job.error = str(error)
 
+    def send_layer(
+        self,
+        transfer_id: TransferId,
+        layer: int,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        """Behind what the engine has queued so far: the layer's kernels write the KV."""
+        job = _Job(transfer_id, self._clock())
+        self._jobs.append(job)
+        stream = self._streams[layer % len(self._streams)]
+        try:
+            _require_pairs(source_ids, target_ids)
+            self._open_view()
+            stream.wait_stream(self._compute_stream())
+            views = [(self._source_layers[layer], self._target_layers[layer])]
+            self._copy(job, views, source_ids, target_ids, stream)
+        except TransferError as error:
+            job.error = str(error)
+
     def poll(self) -> list[Completion]:
         """Whatever the GPU has finished, in any order."""
         done = [job for job in self._jobs if all(event.query() for event in job.events)]
@@ -143,6 +172,7 @@ class IpcLink:
             for event in job.events:
                 event.synchronize()
         self._view = None
+        self._target_layers = []
         try:
             self._target.close()
         except TransferError as error:  # its owner is gone, and there is nothing left to end
@@ -152,22 +182,35 @@ class IpcLink:
         self, job: _Job, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]
     ) -> None:
         """Divide the blocks among the streams, each a run of neighbours in the request."""
-        if len(source_ids) != len(target_ids):
-            raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
+        _require_pairs(source_ids, target_ids)
         target = self._open_view()
         _require_existing(self._source, source_ids, "source")
         _require_existing(target, target_ids, "target")
+        views = [(self._source, target)]
+        if self._is_discrete:
+            views = list(zip(self._source_layers, self._target_layers, strict=True))
         step = -(-len(source_ids) // len(self._streams))
         for part, stream in enumerate(self._streams):
             chosen = slice(part * step, (part + 1) * step)
             if not source_ids[chosen]:
                 break
-            try:
+            self._copy(job, views, source_ids[chosen], target_ids[chosen], stream)
+
+    def _copy(
+        self,
+        job: _Job,
+        views: Sequence[tuple[BlockView, BlockView]],
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        try:
+            for source, target in views:
                 job.size_bytes += self._ops.copy_blocks(
-                    self._source, target, source_ids[chosen], target_ids[chosen], stream=stream
+                    source, target, source_ids, target_ids, stream=stream
                 )
-            finally:  # a part may have been queued before a fault
-                job.events.append(stream.record_event())
+        finally:  # a part may have been queued before a fault
+            job.events.append(stream.record_event())
 
     def _open_view(self) -> BlockView:
         if self._view is None:
@@ -186,6 +229,7 @@ def open_ipc(
     memory: DeviceMemory,
     device: torch.device,
     library: BlockCopyLibrary,
+    style: TransferStyle = TransferStyle.REQUEST,
 ) -> IpcLink:
     """Map the peer's buffer on `device`, this instance's GPU, and warm the way up.
 
@@ -199,9 +243,11 @@ def open_ipc(
             source_geometry,
             target,
             peer.geometry,
-            ops=ipc_ops(library, source_geometry, peer.geometry, rows),
+            ops=ipc_ops(library, source_geometry, peer.geometry, rows, style),
             rows=rows,
             streams=[torch.cuda.Stream(device) for _ in range(NUM_STREAMS)],
+            compute_stream=lambda: torch.cuda.current_stream(device),
+            is_discrete=style is TransferStyle.DISCRETE,
         )
         seconds = link.warm_up()
     except TransferError:
@@ -216,14 +262,30 @@ def ipc_ops(
     source: Geometry,
     target: Geometry,
     rows: tuple[Rows, Rows] | None = None,
+    style: TransferStyle = TransferStyle.REQUEST,
 ) -> BlockOps:
     """Copy engines where blocks are long enough in one piece: they leave the SMs to the engine."""
     is_whole = has_whole_blocks(source) and has_whole_blocks(target)
-    run_bytes = source.block_bytes if is_whole else source.page_bytes
+    run_bytes = source.page_bytes
+    if is_whole and style is not TransferStyle.LAYER:
+        run_bytes = source.block_bytes
     if rows is not None:
         run_bytes = rows[0].size_bytes
     method = Method.BATCH if run_bytes >= ENGINE_RUN_BYTES else Method.AUTO
+    if style is TransferStyle.DISCRETE:
+        method = Method.COPIES
     return CudaBlockOps(library, method=method)
+
+
+def _layers(geometry: Geometry, memory: torch.Tensor, rows: Rows | None) -> list[BlockView]:
+    """A view of each layer alone."""
+    layers = range(geometry.num_layers)
+    return [BlockView.of(geometry.only(layer), memory, rows) for layer in layers]
+
+
+def _require_pairs(source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]) -> None:
+    if len(source_ids) != len(target_ids):
+        raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
 
 
 def _require_existing(view: BlockView, block_ids: Sequence[BlockId], side: str) -> None:

@@ -27,9 +27,9 @@ import torch
 from memserve.errors import StartError, TransferError
 from memserve.ops.views import BlockView, PageOrder, head_rows
 from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
-from memserve.workers.links.base import Completion, RankPeer
+from memserve.workers.links.base import Completion, Rank, RankPeer
 from memserve.workers.links.nccl_receiver import Receiver
-from memserve.workers.links.nccl_sender import Job, Rank, Sender
+from memserve.workers.links.nccl_sender import Job, Sender
 from memserve.workers.links.nccl_wire import Hello, Wake
 from memserve.workers.links.nccl_worker import Machinery
 

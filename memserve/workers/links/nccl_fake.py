@@ -1,16 +1,18 @@
 """GPU streams and NCCL without either, over ordinary memory and sockets. For tests and rehearsals.
 
 It keeps the contracts of `nccl_pipe.Gpu` and `ops.nccl.Fabric`, within one process and across two.
-A stream runs what is queued only when somebody asks an event of it, one piece per question, as a
-GPU that is a little behind. As with NCCL, a piece whose other end is not there, or has died, keeps
-its stream waiting until the communicator is aborted.
+A stream runs what is queued only when somebody asks an event of its thread, a piece or two per
+question, as a GPU that is a little behind. As with NCCL, a piece whose other end is not there, or
+has died, keeps its stream waiting until the communicator is aborted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import secrets
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,24 +31,34 @@ class FakeStream:
     """`torch.cuda.Stream`, as far as a link uses it. One thread makes all calls."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
+        self.gpu = gpu
+        self.thread = threading.get_ident()
+        self._is_advancing = False
         self._queue: deque[Callable[[], bool]] = deque()
-        self._num_queued = 0
+        self.num_put = 0
         self.num_done = 0
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
 
     def put(self, work: Callable[[], bool]) -> None:
         """`work` is called until it returns True."""
         self._queue.append(work)
-        self._num_queued += 1
+        self.num_put += 1
 
     def advance(self) -> None:
         """Run the next piece, if it can."""
-        if self._queue and not self._gpu.is_stuck and self._queue[0]():
+        if self._is_advancing or not self._queue or self.gpu.is_stuck:
+            return
+        self._is_advancing = True
+        if self._queue[0]():
             self._queue.popleft()
             self.num_done += 1
+        self._is_advancing = False
 
     def record_event(self) -> FakeEvent:
-        return FakeEvent(self, self._num_queued)
+        return FakeEvent(self, self.num_put)
 
     def wait_event(self, event: FakeEvent) -> None:
         """What is queued from now on starts after the event."""
@@ -63,6 +75,7 @@ class FakeEvent:
     def query(self) -> bool:
         if self._stream.num_done < self._position:
             self._stream.advance()
+            self._stream.gpu.advance_another()
         return self._stream.num_done >= self._position
 
     def synchronize(self) -> None:
@@ -99,15 +112,38 @@ class _QueuedOps(BlockOps):
 class FakeGpu:
     """See `nccl_pipe.Gpu`."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self.is_stuck = False
         """Whether its streams stand still."""
+        self._streams: list[FakeStream] = []
+        self._random = random.Random(seed)
 
     def enter(self) -> None:
         pass
 
     def stream(self) -> Any:
-        return FakeStream(self)
+        self._streams.append(FakeStream(self))
+        return self._streams[-1]
+
+    def advance_another(self) -> None:
+        """Streams run beside each other: only events keep an order between them."""
+        ours = [one for one in self._streams if one.thread == threading.get_ident()]
+        if ours:
+            self._random.choice(ours).advance()
+
+    def give_back(self, stream: Any) -> None:
+        assert not stream.num_queued
+        self._streams.remove(stream)
+
+    @property
+    def num_streams(self) -> int:
+        """That nobody has given back."""
+        return len(self._streams)
+
+    @property
+    def num_queued(self) -> int:
+        """Pieces that have not run."""
+        return sum(stream.num_queued for stream in list(self._streams))
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         return torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # a GPU does not zero it either

@@ -28,11 +28,10 @@ from memserve.workers.links.ipc import ENGINE_RUN_BYTES, Event
 from memserve.workers.links.nccl_wire import Pieces
 
 CHUNK_BYTES = 64 << 20
-"""A launch costs some 20 µs, and this takes 170 at NVLink's speed; a shorter one shows in the
-bandwidth, a longer one in the gather and the scatter at the ends, which nothing overlaps."""
+"""170 µs at NVLink's speed, in which the host can queue the next one. A longer chunk shows in the
+gather and the scatter at the ends, which nothing overlaps. `bench/fig11_transfer.py --sweep`."""
 NUM_SLOTS = 3
 """Staging buffers: one that is filled, one on the way, and one for whoever is late."""
-_HIGH_PRIORITY = -1
 
 
 class Gpu(Protocol):
@@ -42,7 +41,13 @@ class Gpu(Protocol):
         """Make it the calling thread's."""
         ...
 
-    def stream(self) -> torch.cuda.Stream: ...
+    def stream(self) -> torch.cuda.Stream:
+        """One that nobody else has, until it is given back. Raises: TransferError."""
+        ...
+
+    def give_back(self, stream: torch.cuda.Stream) -> None:
+        """It has run dry."""
+        ...
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         """Uninitialised bytes, uint8, shape `[size_bytes]`. Raises: TransferError (no room)."""
@@ -54,19 +59,27 @@ class Gpu(Protocol):
 
 
 class CudaGpu:
-    """See `Gpu`."""
+    """See `Gpu`.
+
+    Streams are not torch's, which would give some of them out twice, and of the highest priority:
+    streams of one priority share hardware queues, and a receive behind one of the engine's kernels
+    that waits for another GPU could wait for the very peer that waits for it.
+    """
 
     def __init__(self, device: torch.device, library: BlockCopyLibrary) -> None:
         self._device = device
+        self._index = device.index or 0
         self._library = library
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)
 
     def stream(self) -> torch.cuda.Stream:
-        # Streams of one priority share hardware queues: behind a kernel of the engine's that waits
-        # for another GPU, a receive could wait for the very peer that waits for it.
-        return torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
+        handle = self._library.create_stream(self._index)
+        return torch.cuda.ExternalStream(handle, device=self._device)
+
+    def give_back(self, stream: torch.cuda.Stream) -> None:
+        self._library.destroy_stream(self._index, stream.cuda_stream)
 
     def staging(self, size_bytes: int) -> torch.Tensor:
         try:
@@ -85,7 +98,7 @@ def gpu_identity(device: torch.device) -> str:
 
 
 class Pipe:
-    """Streams, staging buffers in turn, and what is under way."""
+    """Streams, staging buffers in turn, and what is under way. One thread makes all calls."""
 
     def __init__(
         self,
@@ -96,10 +109,11 @@ class Pipe:
         pieces: Pieces,
     ) -> None:
         """Raises: TransferError (no room for the staging buffers)."""
+        self._gpu = gpu
         self._communicator = communicator
         self._view = view
+        self._chunk_blocks = chunk_blocks
         self._pieces = pieces
-        self._copies, self._passage = gpu.stream(), gpu.stream()
         self._ops = gpu.ops(view)
         count = NUM_SLOTS if pieces is Pieces.STAGED else 0
         self._slots = [gpu.staging(chunk_blocks * view.block_bytes) for _ in range(count)]
@@ -107,10 +121,11 @@ class Pipe:
         """When the slot's last contents have left it."""
         self._turn = 0
         self._under_way: deque[Event] = deque()
+        self._copies, self._passage = gpu.stream(), gpu.stream()
 
     @property
     def num_under_way(self) -> int:
-        """Chunks that have not left the communicator."""
+        """Launches that have not left the communicator."""
         while self._under_way and self._under_way[0].query():
             self._under_way.popleft()
         return len(self._under_way)
@@ -119,9 +134,23 @@ class Pipe:
         """All that is queued so far has ended when these have."""
         return [stream.record_event() for stream in (self._passage, self._copies)]
 
+    def close(self) -> None:
+        """Give the streams back, which have run dry. Raises: TransferError."""
+        for stream in (self._passage, self._copies):
+            self._gpu.give_back(stream)
+
+    def _launched(self) -> Event:
+        """The last launch is on its stream: a point behind it."""
+        event: Event = self._passage.record_event()
+        self._under_way.append(event)
+        return event
+
     def _next_slot(self) -> int:
         self._turn = (self._turn + 1) % NUM_SLOTS
         return self._turn
+
+    def _staging(self, slot: int, ids: Sequence[BlockId]) -> torch.Tensor:
+        return self._slots[slot][: len(ids) * self._view.block_bytes]
 
     def _in_place(self, ids: Sequence[BlockId]) -> list[list[torch.Tensor]] | None:
         """The launches, and their parts, that need no staging; None if these blocks need it."""
@@ -138,44 +167,70 @@ class Pipe:
 class OutPipe(Pipe):
     """The sending end."""
 
-    def chunk(self, ids: Sequence[BlockId]) -> Iterator[None]:
-        """Queue these blocks, at most a chunk; at each step the communicator must progress."""
-        launches = self._in_place(ids)
-        if launches is None:
-            slot = self._next_slot()
-            if (event := self._free_at[slot]) is not None:
-                self._copies.wait_event(event)
-            size = self._ops.gather_blocks(self._view, ids, self._slots[slot], stream=self._copies)
-            self._passage.wait_event(self._copies.record_event())
-            self._communicator.send([self._slots[slot][:size]], self._passage)
-            yield
-            self._free_at[slot] = self._passage.record_event()
-        for parts in launches or ():
-            self._communicator.send(parts, self._passage)
-            yield
-        self._under_way.append(self._passage.record_event())
+    def transfer(self, ids: Sequence[BlockId]) -> Iterator[None]:
+        """Queue these blocks. At each step the communicator must have made its progress.
+
+        A launch takes the host as long as a gather's call: the next one is made meanwhile.
+        """
+        slot_before: int | None = None
+        for part in chunks(ids, self._chunk_blocks):
+            slot, launches = None, self._in_place(part)
+            if launches is None:
+                slot = self._next_slot()
+                launches = [[self._staging(slot, part)]]
+                self._gather(slot, part)
+            for parts in launches:
+                yield
+                self._release(slot_before)
+                if slot is not None:
+                    self._passage.wait_event(self._copies.record_event())
+                self._communicator.send(parts, self._passage)
+                slot_before = slot
+        yield
+        self._release(slot_before)
+
+    def _gather(self, slot: int, ids: Sequence[BlockId]) -> None:
+        if (event := self._free_at[slot]) is not None:
+            self._copies.wait_event(event)
+        self._ops.gather_blocks(self._view, ids, self._slots[slot], stream=self._copies)
+
+    def _release(self, slot: int | None) -> None:
+        """The slot's send is on its stream: it is free behind that."""
+        event = self._launched()
+        if slot is not None:
+            self._free_at[slot] = event
 
 
 class InPipe(Pipe):
-    """The receiving end."""
+    """The receiving end. Transfers that are under way together never share blocks."""
 
-    def chunk(self, ids: Sequence[BlockId]) -> Iterator[None]:
-        """Queue the arrival of these blocks; as `OutPipe.chunk`, and in the same chunks."""
-        launches = self._in_place(ids)
-        if launches is None:
-            slot = self._next_slot()
-            if (event := self._free_at[slot]) is not None:
-                self._passage.wait_event(event)
-            size = len(ids) * self._view.block_bytes
-            self._communicator.receive([self._slots[slot][:size]], self._passage)
-            yield
-            self._copies.wait_event(self._passage.record_event())
-            self._ops.scatter_blocks(self._slots[slot], self._view, ids, stream=self._copies)
-            self._free_at[slot] = self._copies.record_event()
-        for parts in launches or ():
-            self._communicator.receive(parts, self._passage)
-            yield
-        self._under_way.append(self._passage.record_event())
+    def transfer(self, ids: Sequence[BlockId]) -> Iterator[None]:
+        """Queue the arrival of these blocks: as `OutPipe.transfer`, with the scatter of what came
+        before for the gather of what comes next."""
+        before: tuple[int, Sequence[BlockId]] | None = None
+        for part in chunks(ids, self._chunk_blocks):
+            slot, launches = None, self._in_place(part)
+            if launches is None:
+                slot = self._next_slot()
+                launches = [[self._staging(slot, part)]]
+            for parts in launches:
+                yield
+                arrived = self._launched()
+                if slot is not None and (event := self._free_at[slot]) is not None:
+                    self._passage.wait_event(event)
+                self._communicator.receive(parts, self._passage)
+                self._scatter(before, arrived)
+                before = None if slot is None else (slot, part)
+        yield
+        self._scatter(before, self._launched())
+
+    def _scatter(self, staged: tuple[int, Sequence[BlockId]] | None, arrived: Event) -> None:
+        if staged is None:
+            return
+        slot, ids = staged
+        self._copies.wait_event(arrived)
+        self._ops.scatter_blocks(self._slots[slot], self._view, ids, stream=self._copies)
+        self._free_at[slot] = self._copies.record_event()
 
 
 def chunks(ids: Sequence[BlockId], chunk_blocks: int) -> Iterator[Sequence[BlockId]]:

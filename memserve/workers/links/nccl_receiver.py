@@ -23,7 +23,7 @@ from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
 from memserve.types import Heads
 from memserve.workers.links.ipc import Event
-from memserve.workers.links.nccl_pipe import InPipe, chunks
+from memserve.workers.links.nccl_pipe import InPipe
 from memserve.workers.links.nccl_wire import (
     Announce,
     Done,
@@ -88,7 +88,7 @@ class Receiver(LinkThread):
             communicator = self._machinery.fabric.join(hello.unique_id, rank=1)
             self._until(communicator.progress, settings.open_s, "making the communicator")
             pipe = InPipe(self._machinery.gpu, communicator, view, hello.chunk_blocks, hello.pieces)
-            self._work(communicator, pipe, view, hello.chunk_blocks)
+            self._work(communicator, pipe, view.block_bytes)
         except PeerGoneError:
             logger.debug("%s has ended", self._thread.name)
         except TransferError as error:
@@ -106,14 +106,12 @@ class Receiver(LinkThread):
         self._thread.name = f"nccl from {hello.instance}"
         return hello
 
-    def _work(
-        self, communicator: Communicator, pipe: InPipe, view: BlockView, chunk_blocks: int
-    ) -> NoReturn:
+    def _work(self, communicator: Communicator, pipe: InPipe, block_bytes: int) -> NoReturn:
         """Until the peer or the link ends; either raises."""
         while True:
             self._check()
             if self._heard:
-                self._post(self._heard.popleft(), communicator, pipe, view, chunk_blocks)
+                self._post(self._heard.popleft(), communicator, pipe, block_bytes)
             elif self._arriving:
                 communicator.progress()
                 if self._clock() > self._progress_at + self._settings.stall_s:
@@ -127,18 +125,19 @@ class Receiver(LinkThread):
         announced: Hello | Announce,
         communicator: Communicator,
         pipe: InPipe,
-        view: BlockView,
-        chunk_blocks: int,
+        block_bytes: int,
     ) -> None:
         """Queue the arrival of one transfer."""
         if not isinstance(announced, Announce):
             raise TransferError("the peer greets twice")
         ahead, stall_s = self._settings.chunks_ahead, self._settings.stall_s
-        for ids in chunks(announced.block_ids, chunk_blocks):
-            self._until(lambda: pipe.num_under_way < ahead, stall_s, "the chunks before")
-            for _ in pipe.chunk(ids):
-                self._until(communicator.progress, stall_s, "a chunk's launch")
-        size_bytes = len(announced.block_ids) * view.block_bytes
+        for _ in pipe.transfer(announced.block_ids):
+            self._until(
+                lambda: communicator.progress() and pipe.num_under_way < ahead,
+                stall_s,
+                "the chunks before",
+            )
+        size_bytes = len(announced.block_ids) * block_bytes
         self._arriving.append(_Arrival(announced.number, size_bytes, pipe.mark()))
         self._progress_at = self._clock()
 

@@ -25,9 +25,9 @@ import msgspec
 from memserve.errors import TransferError
 from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
-from memserve.types import BlockId, InstanceId, TransferId
-from memserve.workers.links.base import Completion, RankPeer
-from memserve.workers.links.nccl_pipe import OutPipe, chunks
+from memserve.types import BlockId, TransferId
+from memserve.workers.links.base import Completion, Rank, RankPeer
+from memserve.workers.links.nccl_pipe import OutPipe
 from memserve.workers.links.nccl_wire import Announce, Done, Hello, Refusal, Welcome, Wire
 from memserve.workers.links.nccl_worker import ClosingError, LinkThread, Machinery
 
@@ -39,14 +39,6 @@ _WARM_UP = TransferId("")
 """Nobody else's, and completes for nobody."""
 _WARM_BLOCK = BlockId(0)
 """vLLM's null block: it stands in for blocks that are not needed, and nobody reads it."""
-
-
-class Rank(msgspec.Struct, frozen=True):
-    """One rank of one life of an instance."""
-
-    instance: InstanceId
-    epoch: int
-    rank: int
 
 
 class Job(msgspec.Struct):
@@ -225,10 +217,12 @@ class Sender(LinkThread):
         self._pending[self._number] = job
         self._wire.send(Announce(self._number, list(job.target_ids)))
         ahead, stall_s = self._settings.chunks_ahead, self._settings.stall_s
-        for ids in chunks(job.source_ids, self._chunk_blocks):
-            self._until(lambda: pipe.num_under_way < ahead, stall_s, "the chunks before")
-            for _ in pipe.chunk(ids):
-                self._until(communicator.progress, stall_s, "a chunk's launch")
+        for _ in pipe.transfer(job.source_ids):
+            self._until(
+                lambda: communicator.progress() and pipe.num_under_way < ahead,
+                stall_s,
+                "the chunks before",
+            )
         self._progress_at = self._clock()
 
     def _look(self) -> None:

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 20e-6
 """Between two looks at the GPU while something is under way: what is late by it costs bandwidth."""
 
+_QUICK_LOOKS = 20
+"""Without a pause between them: a launch takes less time than the shortest sleep."""
+
 
 class NcclSettings(msgspec.Struct, frozen=True):
     """How transfers are cut up, and how long each wait may take."""
@@ -116,11 +119,14 @@ class LinkThread(ABC):
     def _until(self, condition: Callable[[], bool], patience_s: float, what: str) -> None:
         """Raises: ClosingError; TransferError if the peer is gone, or it takes longer."""
         deadline = self._clock() + patience_s
+        num_looks = 0
         while not condition():
             self._check()
             if self._clock() > deadline:
                 raise TransferError(f"{what}: nothing in {patience_s:g} s")
-            time.sleep(POLL_S)
+            num_looks += 1
+            if num_looks > _QUICK_LOOKS:
+                time.sleep(POLL_S)
 
     def _idle(self, wire: Wire, timeout_s: float | None = None) -> None:
         """Sleep until the peer speaks or `_wake` is set."""
@@ -132,6 +138,9 @@ class LinkThread(ABC):
         """Give the communicator up, and wait until what was queued has run dry."""
         if communicator is not None:
             communicator.abort()
-        queued = [] if pipe is None else pipe.mark()
+        if pipe is None:
+            return
+        queued = pipe.mark()
         while not all(event.query() for event in queued):
             time.sleep(POLL_S)
+        pipe.close()

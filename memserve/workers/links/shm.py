@@ -7,6 +7,7 @@ peer is harmless and pointless.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,15 +16,13 @@ import msgspec
 
 from memserve.errors import TransferError
 from memserve.ops.views import Rows
-from memserve.types import BlockId, Geometry, TransferId
+from memserve.types import COPIED_PORTION_BYTES, BlockId, Geometry, TransferId
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.base import Completion, Piece, RankPeer, plan_pieces
 from memserve.workers.links.heads import rows_of
 
 KIND = "shm"
 """Key of the buffer's address in `Ready.addresses` and `PeerJoined.addresses`."""
-
-_POLL_BYTES = 32 << 20  # 3 ms at the 10 GB/s of one core; a decode step takes ten times as long
 
 
 class _Job(msgspec.Struct):
@@ -45,10 +44,12 @@ class ShmLink:
         target_geometry: Geometry,
         *,
         rows: tuple[Rows, Rows] | None = None,
-        poll_bytes: int = _POLL_BYTES,
+        is_discrete: bool = False,
+        poll_bytes: int = COPIED_PORTION_BYTES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Takes over `target`, not `source`. `rows`: the part of each page that goes; None: all.
+        `is_discrete`: each page is a copy of its own.
 
         Raises: TransferError if a geometry exceeds its buffer (the caller keeps `target` then).
         """
@@ -58,6 +59,7 @@ class ShmLink:
         self._source_geometry = source_geometry
         self._target = target
         self._target_geometry = target_geometry
+        self._is_discrete = is_discrete
         self._rows = rows
         self._poll_bytes = poll_bytes
         self._clock = clock
@@ -73,20 +75,19 @@ class ShmLink:
         source_ids: Sequence[BlockId],
         target_ids: Sequence[BlockId],
     ) -> None:
-        job = _Job(transfer_id, deque(), self._clock())
-        try:
-            job.pieces.extend(
-                plan_pieces(
-                    self._source_geometry,
-                    self._target_geometry,
-                    source_ids,
-                    target_ids,
-                    self._rows,
-                )
-            )
-        except TransferError as error:
-            job.error = str(error)
-        self._jobs.append(job)
+        self._queue(transfer_id, source_ids, target_ids, layer=None)
+
+    def send_layer(
+        self,
+        transfer_id: TransferId,
+        layer: int,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> None:
+        """Copies here and now: this is called as soon as the layer is computed."""
+        job = self._queue(transfer_id, source_ids, target_ids, layer)
+        if job.error is None:
+            self._copy(job, budget=sys.maxsize)
 
     def poll(self) -> list[Completion]:
         """Copies at most `poll_bytes`, the oldest transfer first."""
@@ -113,6 +114,31 @@ class ShmLink:
         self._jobs.clear()
         self._target.close()
 
+    def _queue(
+        self,
+        transfer_id: TransferId,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+        layer: int | None,
+    ) -> _Job:
+        job = _Job(transfer_id, deque(), self._clock())
+        try:
+            job.pieces.extend(
+                plan_pieces(
+                    self._source_geometry,
+                    self._target_geometry,
+                    source_ids,
+                    target_ids,
+                    self._rows,
+                    is_discrete=self._is_discrete,
+                    layer=layer,
+                )
+            )
+        except TransferError as error:
+            job.error = str(error)
+        self._jobs.append(job)
+        return job
+
     def _copy(self, job: _Job, budget: int) -> int:
         """Copy pieces until the budget is used up; returns the number of bytes written."""
         source, target = self._source.array, self._target.array
@@ -130,12 +156,16 @@ class ShmLink:
         return written
 
 
-def open_shm(source: KvBuffer, source_geometry: Geometry, peer: RankPeer) -> ShmLink:
+def open_shm(
+    source: KvBuffer, source_geometry: Geometry, peer: RankPeer, *, is_discrete: bool = False
+) -> ShmLink:
     """Map the peer's buffer. Raises: TransferError."""
     rows = rows_of(source_geometry, peer)
     target = KvBuffer.open(peer.address)
     try:
-        return ShmLink(source, source_geometry, target, peer.geometry, rows=rows)
+        return ShmLink(
+            source, source_geometry, target, peer.geometry, rows=rows, is_discrete=is_discrete
+        )
     except TransferError:
         target.close()
         raise
