@@ -148,7 +148,7 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": "bfloat16" if options.device == "cuda" else "float32",
         "max_model_len": 2 * (options.prompt + options.answer),
         "load_format": options.load_format,
-        "gpu_memory_utilization": 0.4,
+        "gpu_memory_utilization": 0.05,  # asked for at the start; the size of the KV decides
     }
     if options.device == "cpu":
         made["block_size"] = 32
