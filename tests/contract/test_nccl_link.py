@@ -518,18 +518,21 @@ def test_both_ends_cut_any_transfer_alike_into_all_its_blocks_in_order(
         assert max(len(out[0]), len(out[-1])) <= edge
 
 
-@given(edge=st.integers(1, 1 << 30), chunk=st.integers(1, 1 << 30), block=st.integers(1, 1 << 30))
+_SIZE = st.integers(1, 1 << 30)
+
+
+@given(edge=_SIZE, chunk=_SIZE, block=_SIZE, num_blocks=_SIZE)
 def test_a_schedule_keeps_within_its_bytes_if_a_block_does(
-    edge: int, chunk: int, block: int
+    edge: int, chunk: int, block: int, num_blocks: int
 ) -> None:
-    schedule = NcclSettings(edge_bytes=edge, chunk_bytes=chunk).schedule(block)
-    assert 1 <= schedule.edge_blocks <= schedule.chunk_blocks
+    schedule = NcclSettings(edge_bytes=edge, chunk_bytes=chunk).schedule(block, num_blocks)
+    assert 1 <= schedule.edge_blocks <= schedule.chunk_blocks <= num_blocks
     assert schedule.edge_blocks == 1 or schedule.edge_blocks * block <= edge
     assert schedule.chunk_blocks * block <= max(edge, chunk, block)
 
 
 def test_2048_tokens_of_llama_2_13b_go_in_six_chunks() -> None:
-    assert NcclSettings().schedule(160 * 5120 * 16).sizes(128) == [5, 29, 30, 29, 30, 5]
+    assert NcclSettings().schedule(160 * 5120 * 16, 700).sizes(128) == [5, 29, 30, 29, 30, 5]
 
 
 # ── the wire ──────────────────────────────────────────────────────────────────────────────────

@@ -34,10 +34,10 @@ EDGE_BYTES = 64 << 20
 """Of the first and the last chunk: their gather and their scatter overlap with nothing. They take
 180 µs on the way, in which the host launches the next chunk, and a longer one is gathered."""
 NUM_SLOTS = 2
-"""Staging buffers of the largest chunk: one is on the way while the other is filled or emptied. They
-cost each GPU 768 MiB for each peer and direction, from the opening on."""
+"""Staging buffers of the largest chunk: one is on the way while the other is filled or emptied.
+They cost each GPU 768 MiB for each peer and direction, from the opening on."""
 COPY_SMS = 48
-"""Multiprocessors that gather and scatter, at 2 TB/s: a fifth of the time that sending takes. Copy
+"""Multiprocessors that gather and scatter, in a small part of the time that sending takes. Copy
 engines would leave them to the engine, but a call for them takes the host up to 0.1 ms longer."""
 
 

@@ -64,7 +64,7 @@ class Sender(LinkThread):
         self._view = view
         self._peer = peer
         self._path = path
-        self._schedule = self._settings.schedule(view.block_bytes)
+        self._schedule = self._settings.schedule(view.block_bytes, view.num_blocks)
         self._inbox: deque[Job] = deque()
         self._pending: dict[int, Job] = {}
         self._completed: deque[Job] = deque()

@@ -50,10 +50,10 @@ class NcclSettings(msgspec.Struct, frozen=True):
     quiet_s: float = 2.0
     """When closing: for the peer's word that it writes nothing any more."""
 
-    def schedule(self, block_bytes: int) -> Schedule:
-        """In blocks of that size: one at least."""
-        edge = max(1, self.edge_bytes // block_bytes)
-        return Schedule(edge, max(edge, self.chunk_bytes // block_bytes))
+    def schedule(self, block_bytes: int, num_blocks: int) -> Schedule:
+        """In blocks of that size: one at least, and no more than there are."""
+        edge = min(num_blocks, max(1, self.edge_bytes // block_bytes))
+        return Schedule(edge, max(edge, min(num_blocks, self.chunk_bytes // block_bytes)))
 
 
 class Machinery(msgspec.Struct, frozen=True):
