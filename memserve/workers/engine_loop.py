@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 _STARVED_WAIT_S = 0.005
 """Between two steps of an engine whose requests all wait for blocks: only commands can help."""
-_COPYING_WAIT_S = 0.00002
+_COPYING_WAIT_S = 0.00005
 """Between two looks at copies under way, which have threads that need the interpreter as well."""
 
 _RunT = TypeVar("_RunT", Prefill, Decode)

@@ -26,9 +26,9 @@ from memserve.workers.sleeps import sleep_exactly
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 5e-6
-"""Between two looks at the GPU while something is under way: what is late by it costs bandwidth. A
-thread sleeps some 20 µs longer than that, and leaves the interpreter to others."""
+POLL_S = 20e-6
+"""Between two looks at the GPU while something is under way: what is late by it costs bandwidth;
+far shorter, and the engine's thread and this one would be in each other's way."""
 
 _QUICK_LOOKS = 20
 """Without a pause between them: a launch takes less time than the shortest sleep."""
