@@ -6,7 +6,8 @@ and takes those whose place is free. One that waits for its place lets the other
 Requests that had their place already, and lost it, go first. Then the lowest priority number.
 Among equal priorities the clients (API keys) share what the cluster can do, counted in tokens: next
 is the client that was given the fewest so far. Within a client, the order of arrival. A client that
-comes (back) with nothing waiting starts level with those being served: idling earns no credit.
+comes (back) with nothing waiting starts level with who was served last, but not behind those of its
+priority who wait: idling earns no credit.
 
 Priorities are strict: a low one may wait as long as higher ones keep coming. Nobody waits for ever:
 each request has its deadline.
@@ -75,7 +76,8 @@ class AdmissionQueue:
         self.num_changes += 1
         lines = self._lines.setdefault(ticket.priority, {})
         if not any(ticket.client in others for others in self._lines.values()):
-            self._given[ticket.client] = max(self._given.get(ticket.client, 0), self._level)
+            level = min([self._level, *(self._given[client] for client in lines)])
+            self._given[ticket.client] = max(self._given.get(ticket.client, 0), level)
         lines.setdefault(ticket.client, deque()).append(ticket)
 
     def push_returned(self, ticket: Ticket) -> None:
