@@ -109,7 +109,9 @@ class CostPolicy:
 
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
-        can = eligible(loads, self._split, whole_on_decode=self._whole_on_decode)
+        can = eligible(
+            loads, self._split, may_wait=demand.may_wait, whole_on_decode=self._whole_on_decode
+        )
         firsts = self._firsts(demand, loads, can)
         load_s = self._load_s(demand, loads)
         has_room = loads.free_tokens >= demand.num_tokens + demand.expected_tokens
