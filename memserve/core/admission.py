@@ -28,6 +28,7 @@ from memserve.types import RequestId
 _REMEMBERED = 32
 """Turns that the estimate of the waiting time is made from."""
 _MAX_RETRY_S = 60
+"""Who is told to stay away for longer does not come back."""
 _UNKNOWN_RETRY_S = 5
 
 
@@ -72,6 +73,8 @@ class AdmissionQueue:
 
     def push(self, ticket: Ticket) -> None:
         """The end of its line. Whether the queue is full is the caller's business (`is_full`)."""
+        if not self._tickets:
+            self._turns.clear()  # how fast it moves shows only while somebody waits
         self._tickets[ticket.id] = ticket
         self.num_changes += 1
         lines = self._lines.setdefault(ticket.priority, {})

@@ -145,6 +145,18 @@ def test_the_estimate_follows_how_fast_the_queue_moves() -> None:
     assert queue.retry_after_s(20.0) == 1
 
 
+def test_the_estimate_leaves_out_when_nobody_waited() -> None:
+    queue = queue_of()
+    for hour in range(40):
+        queue.push(ticket(f"at leisure {hour}"))
+        pop(queue, 3600.0 * hour)
+    for n in range(60):
+        queue.push(ticket(str(n)))
+    for tenth in range(20):
+        pop(queue, 200_000.0 + tenth / 10)
+    assert queue.retry_after_s(200_002.0) == 2  # half of 40, ten a second
+
+
 # ── against what is promised ──────────────────────────────────────────────────────────────────
 
 
