@@ -195,6 +195,19 @@ def test_generated_tokens_count_as_given() -> None:
     assert rig.placed() == ["a0", "b0", "b1", "a1", "b2"]
 
 
+def test_how_much_is_generated_is_told_by_finished_requests_alone() -> None:
+    rig = rig_of(ONE, max_running=2)
+    rig.submit("half done")
+    while not rig.has_begun("half done"):
+        rig.candidates()[0]()
+    rig.cancel("half done")
+    rig.submit("done")
+    rig.run()
+    assert rig.ended[RequestId("done")] == "final"
+    assert rig.scheduler.counters().generated_tokens > 4
+    assert rig.scheduler._totals.mean_generated_tokens == 4
+
+
 def test_who_waits_too_long_is_told_why() -> None:
     rig = rig_of(ONE)
     for number in range(3):
