@@ -150,6 +150,8 @@ class Members:
         is_told = request_id == lifecycle.spec.id and lifecycle.is_prompt_computed
         if not is_told or plan is None or plan.fetch is not None or cached_tokens is None:
             return
+        if seat != plan.first:  # of what D holds nobody has told
+            return
         if lifecycle.attempt == 1:
             num_tokens = len(lifecycle.spec.prompt_token_ids)
             self._cost.observe(num_tokens, cached_tokens, now - since)
