@@ -39,7 +39,7 @@ import numpy as np
 
 from bench._load import Answer, play
 from bench._report import Scalar, parser, publish
-from bench._serve import pin_instances, released, serving
+from bench._serve import get, pin_instances, released, serving
 from memserve.simulator.workload import Call, Piece, key_of
 
 STYLES = ("request", "discrete", "chunk", "layer")
@@ -104,9 +104,13 @@ def sample(url: str, answer: Answer) -> Sample:
     """Raises: ValueError for a request that did not go the whole way."""
     if answer.outcome.error is not None or len(answer.token_times) < 3:
         raise ValueError(answer.outcome.error or f"{len(answer.token_times)} tokens")
-    steps = released(url, answer.id)
-    if "sent" not in steps:
-        raise ValueError(f"its KV was not sent: {', '.join(steps)}")
+    released(url, answer.id)
+    found = get(f"{url}/v1/requests/{answer.id}")
+    (timeline,) = found.get("requests", [found])
+    # D sends, too, when it gives KV back: the first is P's.
+    steps = {step["name"]: step for step in reversed(timeline["steps"])}
+    if steps.get("sent", {}).get("instance") != "P0":
+        raise ValueError(f"P did not send its KV: {', '.join(steps)}")
     times = answer.token_times
     return Sample(
         first_token_s=times[0] - answer.outcome.sent_at,
