@@ -55,7 +55,6 @@ class Members:
         tp_of: Mapping[InstanceId, int] | None = None,
     ) -> None:
         """`tp_of`: as in `Loads`."""
-        self._cost = cost
         self.loads = Loads(roles, cost, tp_of)
         """For the policy to read."""
         self.pending = Pending(list(roles))
@@ -120,7 +119,7 @@ class Members:
         elif lifecycle.phase is not Phase.FETCH:
             self.pending.fetched(lifecycle.spec.id)
         before = self._charges.pop(lifecycle.spec.id, ())
-        after = _charges(lifecycle, missing_tokens, prefill_s, self._cost)
+        after = _charges(lifecycle, missing_tokens, prefill_s, self.loads)
         if after:
             self._charges[lifecycle.spec.id] = after
         if after == before:
@@ -154,7 +153,8 @@ class Members:
             return
         if lifecycle.attempt == 1:
             num_tokens = len(lifecycle.spec.prompt_token_ids)
-            self._cost.observe(num_tokens, cached_tokens, now - since)
+            cost = self.loads.cost_of(seat.instance)
+            cost.observe(num_tokens, cached_tokens, now - since)
 
     def observe_fetch(
         self, lifecycle: RequestLifecycle, predicted_s: float | None, seconds: float, now: float
@@ -214,7 +214,7 @@ def _is_prefilling(lifecycle: RequestLifecycle) -> bool:
 
 
 def _charges(
-    lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float, cost: CostModel
+    lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float, loads: Loads
 ) -> tuple[_Charge, ...]:
     plan = lifecycle.plan
     if plan is None or lifecycle.is_client_done:
@@ -227,7 +227,7 @@ def _charges(
         seat = plan.decode or plan.first
         if not lifecycle.is_decode_cold:
             return (_Charge(seat, running),)
-        cold = Share(context_tokens, cost.exec_s(context_tokens))
+        cold = Share(context_tokens, loads.cost_of(seat.instance).exec_s(context_tokens))
         return (_Charge(seat, cold),)
     first = _Charge(plan.first, prefilling if _is_prefilling(lifecycle) else running)
     return (first,) if plan.decode is None else (first, _Charge(plan.decode, running))

@@ -384,16 +384,25 @@ def _decode(merged: Mapping[str, Layered]) -> tuple[Config, dict[str, str]]:
     return Config(engine=sections[_ENGINE], **structs), origins
 
 
+def _check_agreement(config: Config, plan: GpuPlan | None, most_ranks: int) -> None:
+    """Values that must go together. Raises: ConfigError."""
+    interval_s, timeout_s = config.cluster.heartbeat_interval_s, config.cluster.heartbeat_timeout_s
+    if timeout_s <= interval_s:
+        why = f"{timeout_s} is not above heartbeat_interval_s, {interval_s}"
+        raise ConfigError("cluster.heartbeat_timeout_s", why, "several intervals")
+    if config.mempool.dram_gb and most_ranks > 1:
+        asked = f"{config.mempool.dram_gb:g} asked for"
+        why = f"{asked}, but instances with cluster.tp above 1 have no DRAM tier yet"
+        raise ConfigError("mempool.dram_gb", why, "0, or cluster.tp = 1")
+    check_link(config.transfer.link, device_in_force(config), plan)
+    if config.transfer.style == "layer" and most_ranks > 1:
+        why = "'layer' asked for, which instances with cluster.tp above 1 cannot do"
+        raise ConfigError("transfer.style", why, "request, discrete, chunk, or cluster.tp = 1")
+
+
 def _settle(config: Config, origins: dict[str, str]) -> Settings:
-    """Fill in the values that depend on others, and check those that must agree."""
+    """Fill in the values that depend on others."""
     cluster, mempool = config.cluster, config.mempool
-    if cluster.heartbeat_timeout_s <= cluster.heartbeat_interval_s:
-        raise ConfigError(
-            "cluster.heartbeat_timeout_s",
-            f"{cluster.heartbeat_timeout_s} is not above heartbeat_interval_s, "
-            f"{cluster.heartbeat_interval_s}",
-            "several intervals",
-        )
     mode = mode_in_force(config)
     device = device_in_force(config)
     origins = dict(origins)
@@ -402,17 +411,7 @@ def _settle(config: Config, origins: dict[str, str]) -> Settings:
     if mempool.hbm_mb is None:
         origins["mempool.hbm_mb"] = f"default for device {device}"
     plan, tp_of = gpu_plan(config), tp_in_force(config)
-    if mempool.dram_gb and max(tp_of.values()) > 1:
-        raise ConfigError(
-            "mempool.dram_gb",
-            f"{mempool.dram_gb:g} asked for, but instances with cluster.tp above 1 have no DRAM"
-            " tier yet",
-            "0, or cluster.tp = 1",
-        )
-    check_link(config.transfer.link, device, plan)
-    if config.transfer.style == "layer" and max(tp_of.values()) > 1:
-        why = "'layer' asked for, which instances with cluster.tp above 1 cannot do"
-        raise ConfigError("transfer.style", why, "request, discrete, chunk, or cluster.tp = 1")
+    _check_agreement(config, plan, max(tp_of.values()))
     if not config.models.served_name:
         origins["models.served_name"] = f"by models.model, {origins['models.model']}"
     if cluster.device == "auto":

@@ -171,7 +171,7 @@ class Orchestrator:
     ) -> None:
         profile = await asyncio.to_thread(profiles.for_config, self._config, model)
         hub = Hub(run_dir, self._on_event)
-        # For prompts; what it says of decode steps is reckoned at each instance's own degree.
+        # What prompts are compared by; queues and decode steps are reckoned at each one's degree.
         tp_of = tp_in_force(self._config)
         tp = next(tp_of[i] for i, role in self._mode.instances() if role is not Role.DECODE)
         self._build(model, run_dir, hub, CostModel(profile, tp))

@@ -52,7 +52,6 @@ class Placer:
         self._reservation_s = settings.reservation_s
         self._fetching = settings.fetching
         self._caching = settings.caching
-        self._cost = cost
         self._roles = roles
         self._members = members
         self._hopeless: set[InstanceId] = set()
@@ -95,7 +94,8 @@ class Placer:
         coming = pending.match(path) if self._caching.prefill_keeps else None
         demand = self._demand(active, path, match, coming, mean_generated, now, ahead_s)
         placement = self._choose(demand)
-        prefill_s = self._cost.exec_s(demand.num_tokens, placement.cached_tokens)
+        cost = self._members.loads.cost_of(placement.first)
+        prefill_s = cost.exec_s(demand.num_tokens, placement.cached_tokens)
         if self._is_taken(demand, placement, coming):
             self._wait(active, placement, now, ahead_s)
             ahead_s[self._members.loads.slots[placement.first]] += prefill_s
@@ -166,7 +166,7 @@ class Placer:
         loads = self._members.loads
         first = loads.slots[placement.first]
         queue_s = float(loads.queue_s(now)[first] + ahead_s[first])
-        computing_s = self._cost.exec_s(active.num_tokens)
+        computing_s = loads.cost_of(placement.first).exec_s(active.num_tokens)
         active.patient_until = now + computing_s + _PATIENCE * queue_s + _PATIENCE_S
         active.timeline.note("waits", now, placement.first, placement.reason)
 
@@ -200,6 +200,6 @@ class Placer:
         if choice.predicted_s is not None:
             loads = self._members.loads
             queue_s = float(loads.queue_s(now)[loads.slots[placement.first]])
-            computing_s = self._cost.exec_s(choice.num_tokens)
+            computing_s = loads.cost_of(placement.first).exec_s(choice.num_tokens)
             deadline_s = queue_s + computing_s + _PATIENCE * choice.predicted_s + _PATIENCE_S
         return Fetch(self._members.seat(choice.source), choice.num_tokens, deadline_s)

@@ -47,7 +47,7 @@ class Loads:
         cost: CostModel,
         tp_of: Mapping[InstanceId, int] | None = None,
     ) -> None:
-        """`tp_of`: whose steps are to be reckoned at a degree of their own."""
+        """`tp_of`: whose prompts and steps are to be reckoned at a degree of their own."""
         self.instances = list(roles)
         self.slots = {instance: slot for slot, instance in enumerate(self.instances)}
         self.has_role: dict[Role, Bools] = {
@@ -160,6 +160,10 @@ class Loads:
         self.num_silent[self.slots[source]] += count
 
     # ── what is read ──────────────────────────────────────────────────────────────────────────
+
+    def cost_of(self, instance: InstanceId) -> CostModel:
+        """At its degree of tensor parallelism."""
+        return self._costs[self.slots[instance]]
 
     @property
     def can_send(self) -> Bools:

@@ -44,14 +44,14 @@ def at(seat: Seat) -> dict[str, Any]:
 class Books:
     """Members with two requests' worth of lifecycles, at times that the test tells."""
 
-    def __init__(self) -> None:
+    def __init__(self, tp_of: dict[InstanceId, int] | None = None) -> None:
         self.cost = CostModel(BUILT_IN)
         roles = {
             P0.instance: Role.PREFILL,
             P1.instance: Role.PREFILL,
             D0.instance: Role.DECODE,
         }
-        self.members = Members(roles, self.cost, max_running=4, max_queued_s=1.5)
+        self.members = Members(roles, self.cost, 4, 1.5, tp_of)
         for seat in (P0, P1, D0):
             self.members.add(seat, roles[seat.instance])
 
@@ -160,6 +160,19 @@ def test_a_prefill_that_ran_alone_corrects_the_cost_model() -> None:
     books.first_token(life)
     books.charge(life, 2 * books.cost.exec_s(NUM_TOKENS))
     assert books.cost.factor > 1.0
+
+
+def test_prompts_are_charged_and_observed_at_each_instances_own_degree() -> None:
+    books = Books({P0.instance: 2, D0.instance: 4})
+    life = books.request("a")
+    books.charge(life, 0.0)
+    books.first_token(life)
+    books.charge(life, 99.0)
+    assert books.cost.factor == 1.0, "nothing is said of one rank"
+    assert books.members.loads.cost_of(P0.instance).factor > 1.0
+    life.step(Refused(**at(D0), transfer_id=TransferId("a/forward/1"), reason="no room"))
+    books.charge(life, 99.0)
+    assert books.queue_s(D0, 99.0) == CostModel(BUILT_IN, 4).exec_s(NUM_TOKENS)
 
 
 @pytest.mark.parametrize("case", ["beside another", "fetched", "cancelled"])
