@@ -82,8 +82,8 @@ def make_config(
     kv_bytes: int | None,
     layout: str,
     host: ConnectorHost,
-    style: TransferStyle = TransferStyle.REQUEST,
-    tp: int = 1,
+    style: TransferStyle,
+    tp: int,
 ) -> VllmConfig:
     """The engine's configuration.
 

@@ -127,9 +127,7 @@ class _LoopHost:
 class OwnKvHost(_LoopHost):
     """An instance of one rank."""
 
-    def __init__(
-        self, model: str, device: str, home: Home, style: TransferStyle = TransferStyle.REQUEST
-    ) -> None:
+    def __init__(self, model: str, device: str, home: Home, style: TransferStyle) -> None:
         super().__init__(model, style)
         self._memory = kv_memory(device, home.rank(0), home.folder)
         self._geometry: Geometry | None = None
@@ -181,7 +179,7 @@ class RankedKvHost(_LoopHost):
         device: str,
         home: Home,
         tp: int,
-        style: TransferStyle = TransferStyle.REQUEST,
+        style: TransferStyle,
     ) -> None:
         super().__init__(model, style)
         self._home = home
@@ -247,12 +245,10 @@ class RankedKvHost(_LoopHost):
         ).start()
 
     def _serve(self, agent: RankAgent, memory: KvMemory, rank: int) -> None:
-        def prepare() -> None:
-            if self._device == "cuda":
-                torch.cuda.set_device(rank)
-
         try:
-            agent.serve(prepare)
+            if self._device == "cuda":
+                torch.cuda.set_device(rank)  # of this thread, before any link
+            agent.serve()
             memory.close()
         except Exception:  # the thread's boundary: without its agent the rank is of no use
             logger.exception("rank %d cannot move KV any more", rank)
@@ -304,7 +300,7 @@ def make_host(
     device: str,
     home: Home,
     tp: int,
-    style: TransferStyle = TransferStyle.REQUEST,
+    style: TransferStyle,
 ) -> OwnKvHost | RankedKvHost:
     """For an instance of `tp` ranks."""
     if tp == 1:

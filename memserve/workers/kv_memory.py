@@ -53,7 +53,7 @@ class KvMemory(Protocol):
         """Kind of link → where peers find the buffer."""
         ...
 
-    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle) -> Openers:
         """Kind of link → how to open one to one rank of a peer; fastest first. Empty before `make`.
 
         From now on `addresses` has all these kinds, too. `geometry`: of this rank. Each opener
@@ -86,7 +86,7 @@ class HostKvMemory:
     def addresses(self) -> dict[str, str]:
         return {} if self._buffer is None else {shm.KIND: self._buffer.address}
 
-    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle) -> Openers:
         buffer = self._buffer
         if buffer is None:
             return {}
@@ -130,7 +130,7 @@ class GpuKvMemory:
             addresses[nccl.KIND] = self._endpoint.address
         return addresses
 
-    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle) -> Openers:
         buffer, memory, library = self._buffer, self._memory, self._library
         if buffer is None or memory is None or library is None:
             return {}

@@ -19,7 +19,7 @@ import torch
 
 from memserve.errors import StartError
 from memserve.messages import PeerJoined
-from memserve.types import Geometry, InstanceId
+from memserve.types import Geometry, InstanceId, TransferStyle
 from memserve.workers.hosts import Home, RankedKvHost, require_alike
 from memserve.workers.kvbuffer import KvBuffer
 from tests.contract.rank_rig import rank_geometry
@@ -127,7 +127,7 @@ def test_no_driver_outlives_a_killed_rank(driver: Driver) -> None:
 
 
 def test_ranks_cannot_be_started_anew() -> None:
-    host = RankedKvHost("tiny", "cpu", Home(InstanceId("P0"), 1, Path()), 2)
+    host = RankedKvHost("tiny", "cpu", Home(InstanceId("P0"), 1, Path()), 2, TransferStyle.REQUEST)
     with pytest.raises(StartError, match="have to be forked"):
         pickle.dumps(host)
     host.close()

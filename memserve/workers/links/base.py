@@ -119,7 +119,7 @@ class RankPeer(msgspec.Struct, frozen=True):
     peer_heads: Heads | None = None
 
 
-def rank_peer(kind: str, peer: PeerJoined, rank: int = 0) -> RankPeer:
+def rank_peer(kind: str, peer: PeerJoined, rank: int) -> RankPeer:
     """Rank `rank` of the peer, all heads. Raises: TransferError if it has no such memory."""
     addresses = peer.addresses.get(kind, ())
     if rank >= len(addresses):

@@ -230,7 +230,7 @@ def open_ipc(
     memory: DeviceMemory,
     device: torch.device,
     library: BlockCopyLibrary,
-    style: TransferStyle = TransferStyle.REQUEST,
+    style: TransferStyle,
 ) -> IpcLink:
     """Map the peer's buffer on `device`, this instance's GPU, and warm the way up.
 
@@ -262,8 +262,8 @@ def ipc_ops(
     library: BlockCopyLibrary,
     source: Geometry,
     target: Geometry,
-    rows: tuple[Rows, Rows] | None = None,
-    style: TransferStyle = TransferStyle.REQUEST,
+    rows: tuple[Rows, Rows] | None,
+    style: TransferStyle,
 ) -> BlockOps:
     """Copy engines where blocks are long enough in one piece: they leave the SMs to the engine."""
     is_whole = source.has_whole_blocks and target.has_whole_blocks
