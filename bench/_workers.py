@@ -49,6 +49,7 @@ from memserve.messages import (
     Transmit,
     TransmitFailed,
 )
+from memserve.ops.blocks import library_for
 from memserve.types import BlockId, InstanceId, Namespace, RequestId, TransferId, TransferStyle
 from memserve.workers.links import nccl
 from memserve.workers.links.base import Link, Rank, rank_peer
@@ -56,6 +57,7 @@ from memserve.workers.links.nccl_worker import NcclSettings
 from memserve.workers.mempool import MemPool
 from memserve.workers.pools import PlainPool
 from memserve.workers.port import Port
+from memserve.workers.sleeps import sleep_exactly
 from memserve.workers.transfer import Transfers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -447,6 +449,12 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
                 await serving
 
 
+def build_once(device: str) -> None:
+    """Have the library of the kernels there before several processes want it at once."""
+    if device == "cuda":
+        library_for(torch.device("cuda", 0))
+
+
 def prompt(num_tokens: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(32_000) for _ in range(num_tokens)]
@@ -458,4 +466,5 @@ def sources(ids: Sequence[BlockId], num_tokens: int) -> list[BlockId]:
 
 
 if __name__ == "__main__":
+    sleep_exactly()
     Worker(msgspec.json.decode(sys.argv[1], type=WorkerConfig)).run()

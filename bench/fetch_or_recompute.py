@@ -222,10 +222,10 @@ def main() -> None:
         settings["models.model"] = args.model
     environment = {PROFILE: str(args.profile.resolve())} if args.profile else {}
     cases = _cases(args)
-    begin = time.monotonic()
     with serving(
         ["--mode", "2PD-CC"], settings, program="bench._steered", environment=environment
     ) as url:
+        begin = time.monotonic()
         if args.pin:
             pin_instances(url)
         bench = Bench(Server(url), random.Random(args.seed))

@@ -53,9 +53,10 @@ from memserve.ops.nccl import MAX_CTAS
 from memserve.ops.views import BlockView
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
 from memserve.workers.links.base import Link, Rank
-from memserve.workers.links.nccl_pipe import CHUNK_BYTES
+from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES
 from memserve.workers.links.nccl_wire import Pieces
 from memserve.workers.links.nccl_worker import NcclSettings
+from memserve.workers.sleeps import sleep_exactly
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 60.0
@@ -65,8 +66,9 @@ SLOW_S = 0.2
 """A way that takes longer than this is measured three times only."""
 LOOK_S = 20e-6
 """Between two polls: the links' threads need the interpreter too."""
-SWEPT_CHUNKS = (16 << 20, 32 << 20, 64 << 20, 128 << 20)
-SWEPT_CTAS = (8, 16, 32)
+SWEPT_MIB = ((32, 384), (64, 384), (128, 384), (64, 256), (64, 128))
+"""Of the chunks at the ends, and of the others at most."""
+SWEPT_CTAS = (16, 32)
 PLAIN = "plain"
 
 
@@ -236,9 +238,9 @@ class Bench:
                 makers: dict[str, Callable[[ExitStack], Way]] = {
                     PLAIN: lambda _, g=blocks: Way(g, self._copy(g))  # type: ignore[misc]
                 }
-                for chunk_bytes in SWEPT_CHUNKS:
-                    name = f"nccl {chunk_bytes >> 20} MiB, {max_ctas} CTAs"
-                    settings = NcclSettings(chunk_bytes=chunk_bytes)
+                for edge, chunk in SWEPT_MIB:
+                    name = f"nccl {edge} to {chunk} MiB, {max_ctas} CTAs"
+                    settings = NcclSettings(chunk_bytes=chunk << 20, edge_bytes=edge << 20)
                     makers[name] = self._nccl_maker(name, blocks, settings, max_ctas)
                 self._run_shape(shape, makers)
 
@@ -431,10 +433,12 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: rehearse")
     options.add_argument("--sweep", action="store_true", help="chunks and CTAs of the nccl link")
+    options.add_argument("--tokens", type=int, nargs="+", help="only these numbers of tokens")
     options.add_argument("--own", help=argparse.SUPPRESS)
     options.add_argument("--pool-bytes", type=int, help=argparse.SUPPRESS)
     options.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = options.parse_args()
+    sleep_exactly()
     if args.own is not None:
         be_owner(args.own, args.pool_bytes, args.folder)
         return
@@ -449,6 +453,8 @@ def main() -> None:
         there = "cuda:1" if has_nccl else "cuda:0"
         if not has_nccl:
             print("fig11_transfer: one GPU, so without NCCL, which cannot join two ranks there")
+    if args.tokens is not None:
+        plan = msgspec.structs.replace(plan, tokens=tuple(args.tokens))
     with bench_of(plan, here, there) as bench:
         if args.sweep:
             bench.sweep()
@@ -462,6 +468,7 @@ def main() -> None:
             "device": args.device,
             "gpus": num_gpus,
             "chunk_bytes": CHUNK_BYTES,
+            "edge_bytes": EDGE_BYTES,
             "max_ctas": MAX_CTAS,
             "problems": bench.problems,
         },

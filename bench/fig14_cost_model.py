@@ -55,13 +55,13 @@ import msgspec
 import numpy as np
 
 from bench._report import parser, publish
+from bench._whole_model import fit_whole_model
 from bench.fig14_engines import ALL_REDUCE, LENGTHS, RANKS, SHARES, Job, Result, run_all
 from memserve.core.builtin import built_in
 from memserve.core.cost_fit import fit_operators, fit_prefills
 from memserve.core.cost_model import CostModel
 from memserve.core.cost_samples import PrefillSample, Samples, undisturbed
 from memserve.core.profile import ModelShape, Profile, ReduceFit
-from memserve.core.whole_model_fit import fit_whole_model
 from memserve.workers.calibrate import ROUNDS
 
 DEADLINE_S = 480.0

@@ -29,8 +29,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from bench._cluster import Cluster, require
 from bench._report import parser, publish
-from bench.gpu_smoke import Cluster, Run, Turn, children, reference, replay, require
+from bench.gpu_smoke import Run, Turn, reference, replay
 from memserve.engine_args import count_gpus
 
 PAIRS = ("P=2,D=1", "P=1,D=2", "2")
@@ -123,21 +126,17 @@ class TpRun(Run):
         ranks = [pid for pid in children(before["pid"]) if not is_tracker(pid)]
         require(len(ranks) == 2, f"{name} has {len(ranks)} ranks, not 2")
         os.kill(ranks[1], signal.SIGKILL)
-        killed = time.monotonic()
-        while True:
-            now = cluster.instance(name)
-            if now["state"] == "ready" and now["epoch"] > before["epoch"]:
-                break
-            require(now["state"] != "failed", f"{name} does not come back: {now['error']}")
-            waited = time.monotonic() - killed
-            require(waited < BACK_S, f"{name} is still {now['state']}: {now['error']}")
-            time.sleep(0.3)
-        self.metrics[f"{pair}_back_after_kill_s"] = time.monotonic() - killed
+        back_s = cluster.wait_back(name, before["epoch"], BACK_S)
+        self.metrics[f"{pair}_back_after_kill_s"] = back_s
         left = [pid for pid in [before["pid"], *ranks] if is_alive(pid)]
         if left:
             self.faults.append(f"{pair}: processes {left} have outlived the kill of a rank")
         self.note(f"{pair}_after_kill", replay(cluster, sessions[:1], 1), least_equal=1.0)
         cluster.audit()
+
+
+def children(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children()]
 
 
 def is_tracker(pid: int) -> bool:

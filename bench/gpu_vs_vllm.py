@@ -45,6 +45,7 @@ import psutil
 
 from bench._cluster import Cluster, require, tail
 from bench._report import Scalar, parser, publish
+from bench._serve import turn
 from memserve.engine_args import count_gpus, visible_gpus
 from memserve.models import resolve_model
 
@@ -147,7 +148,7 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": "bfloat16" if options.device == "cuda" else "float32",
         "max_model_len": 2 * (options.prompt + options.answer),
         "load_format": options.load_format,
-        "gpu_memory_utilization": 0.4,
+        "gpu_memory_utilization": 0.05,  # asked for at the start; the size of the KV decides
     }
     if options.device == "cpu":
         made["block_size"] = 32
@@ -345,7 +346,6 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_vs_vllm was told to end"))
     model = options.model or str(resolve_model("smollm2-135m-instruct"))
-    deadline = time.monotonic() + options.max_seconds
     settings: dict[str, object] = {"mempool.hbm_mb": options.hbm_mb}
     settings |= {f"engine.{k}": _toml(v) for k, v in engine_arguments(options).items()}
     bursts: list[Burst] = []
@@ -362,7 +362,8 @@ def main() -> int:
             Meter("memserve", cluster.url, psutil.Process(cluster.process.pid), cluster),
             Meter("vllm", plain.url, psutil.Process(plain.process.pid), None),
         ]
-        measure(meters, options, deadline, bursts)
+        with turn():
+            measure(meters, options, time.monotonic() + options.max_seconds, bursts)
         cluster.audit()
         cluster.stop()
     except Exception as error:  # noqa: BLE001 -- what was measured before is shown in any case
@@ -416,7 +417,7 @@ def _options() -> argparse.Namespace:
     made.add_argument("--prompt", type=int, default=512)
     made.add_argument("--answer", type=int, default=256)
     made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--max-seconds", type=float, default=330.0, help="then no further round")
+    made.add_argument("--max-seconds", type=float, default=150.0, help="of measuring: then no more")
     options: argparse.Namespace = made.parse_args()
     return options
 

@@ -22,6 +22,8 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ import torch
 
 from bench._report import Scalar, parser, publish
 from bench._transfer import TINY
-from bench._workers import Cluster, Course, Member, cluster, prompt, sources
+from bench._workers import Cluster, Course, Member, build_once, cluster, prompt, sources
 from bench.ops_blocks import BLOCK_SIZE, LLAMA_2_13B, Shape
 
 LIMIT_S = 2.0
@@ -86,48 +88,78 @@ class Outcome(msgspec.Struct):
         }
 
 
-async def kill_one(plan: Plan, kind: str, end: str) -> Outcome:
+class Turns:
+    """Processes start side by side; when all have, kills come one at a time."""
+
+    def __init__(self, count: int) -> None:
+        self._num_starting = count
+        self._all_started = asyncio.Event()
+        self._lock = asyncio.Lock()
+
+    def started(self) -> None:
+        """One group of processes has, or never will."""
+        self._num_starting -= 1
+        if not self._num_starting:
+            self._all_started.set()
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        await self._all_started.wait()
+        async with self._lock:
+            yield
+
+
+async def kill_one(plan: Plan, kind: str, end: str, turns: Turns) -> Outcome:
     """One kill, with a cluster of its own."""
     with tempfile.TemporaryDirectory(prefix="fault-") as name:
         async with cluster(Path(name)) as group:
-            sender = await start(plan, group, kind, "P0", 1)
-            receiver = await start(plan, group, kind, "D0", 1)
-            await group.join(sender, receiver)
-            await settle(group, sender, receiver, plan)
-            courses = [
-                group.transfer(sender, receiver, prompt(plan.num_tokens, seed=number))
-                for number in range(plan.num_transfers)
-            ]
-            await asyncio.wait_for(courses[0].done, WAIT_S)
-            victim, survivor = (receiver, sender) if end == "receiver" else (sender, receiver)
-            killed_at = time.perf_counter()
-            victim.process.kill()
-            await asyncio.wait_for(until_lost(victim), WAIT_S)
-            if end == "receiver":
-                failed = await failures_at_sender(courses, WAIT_S)
-            else:
-                failed = unfinished(courses)
-                for course in failed:
-                    group.cancel(course)
-            state = await emptied(survivor)
-            failed_s = time.perf_counter() - killed_at
-            begun = time.perf_counter()
-            name_again = victim.config.instance
-            again = await start(plan, group, kind, name_again, 2)
-            sender, receiver = (sender, again) if end == "receiver" else (again, receiver)
-            await group.join(sender, receiver)
-            again_s = time.perf_counter() - begun
-            wrong = await settle(group, sender, receiver, plan)
-            return Outcome(
-                link=kind,
-                killed=end,
-                num_failed=len(failed),
-                failed_s=failed_s,
-                computes=state["computes"],
-                left_over=state["holders"],
-                again_s=again_s,
-                wrong=wrong,
-            )
+            try:
+                starts = [start(plan, group, kind, instance, 1) for instance in ("P0", "D0")]
+                sender, receiver = await asyncio.gather(*starts)
+                await group.join(sender, receiver)
+                await settle(group, sender, receiver, plan)
+            finally:
+                turns.started()
+            async with turns.one():
+                return await kill(plan, group, kind, end, sender, receiver)
+
+
+async def kill(
+    plan: Plan, group: Cluster, kind: str, end: str, sender: Member, receiver: Member
+) -> Outcome:
+    """Kill one of two that are joined, and start it again."""
+    courses = [
+        group.transfer(sender, receiver, prompt(plan.num_tokens, seed=number))
+        for number in range(plan.num_transfers)
+    ]
+    await asyncio.wait_for(courses[0].done, WAIT_S)
+    victim, survivor = (receiver, sender) if end == "receiver" else (sender, receiver)
+    killed_at = time.perf_counter()
+    victim.process.kill()
+    await asyncio.wait_for(until_lost(victim), WAIT_S)
+    if end == "receiver":
+        failed = await failures_at_sender(courses, WAIT_S)
+    else:
+        failed = unfinished(courses)
+        for course in failed:
+            group.cancel(course)
+    state = await emptied(survivor)
+    failed_s = time.perf_counter() - killed_at
+    begun = time.perf_counter()
+    again = await start(plan, group, kind, victim.config.instance, 2)
+    sender, receiver = (sender, again) if end == "receiver" else (again, receiver)
+    await group.join(sender, receiver)
+    again_s = time.perf_counter() - begun
+    return Outcome(
+        link=kind,
+        killed=end,
+        num_failed=len(failed),
+        failed_s=failed_s,
+        computes=state["computes"],
+        left_over=state["holders"],
+        again_s=again_s,
+        wrong=await settle(group, sender, receiver, plan),
+    )
 
 
 async def start(plan: Plan, group: Cluster, kind: str, name: str, epoch: int) -> Member:
@@ -187,14 +219,31 @@ async def emptied(survivor: Member) -> dict[str, Any]:
         await asyncio.sleep(0.005)
 
 
+async def kill_all(plan: Plan) -> tuple[list[Outcome], dict[str, str]]:
+    """Each kind of link and each end; what went wrong where there is no outcome."""
+    cases = [(kind, end) for kind in plan.kinds for end in ENDS]
+    turns = Turns(len(cases))
+    kills = [kill_one(plan, kind, end, turns) for kind, end in cases]
+    ended = await asyncio.gather(*kills, return_exceptions=True)
+    outcomes: list[Outcome] = []
+    problems: dict[str, str] = {}
+    for (kind, end), outcome in zip(cases, ended, strict=True):
+        if isinstance(outcome, Outcome):
+            outcomes.append(outcome)
+            continue
+        problems[f"{kind}, {end} killed"] = f"{type(outcome).__name__}: {outcome}"
+        print(f"{kind}, {end} killed: {type(outcome).__name__}: {outcome}", file=sys.stderr)
+    return outcomes, problems
+
+
 def plan_for(device: str) -> Plan:
     if device == "cpu":
         return Plan(TINY, ("cpu", "cpu"), ("shm", "nccl"), 8192, 20, 128 << 20)
     num_gpus = torch.cuda.device_count()
     if num_gpus > 1:
-        return Plan(LLAMA_2_13B, ("cuda:0", "cuda:1"), ("ipc", "nccl"), 2048, 16, 36 << 30)
+        return Plan(LLAMA_2_13B, ("cuda:0", "cuda:1"), ("ipc", "nccl"), 2048, 12, 22 << 30)
     print("transfer_fault: one GPU, so without NCCL, which cannot join two ranks there")
-    return Plan(LLAMA_2_13B, ("cuda:0", "cuda:0"), ("ipc",), 2048, 16, 36 << 30)
+    return Plan(LLAMA_2_13B, ("cuda:0", "cuda:0"), ("ipc",), 2048, 12, 22 << 30)
 
 
 def main() -> None:
@@ -205,15 +254,8 @@ def main() -> None:
         print("transfer_fault: no GPU on this machine, nothing to measure")
         return
     plan = plan_for(args.device)
-    outcomes: list[Outcome] = []
-    problems: dict[str, str] = {}
-    for kind in plan.kinds:
-        for end in ENDS:
-            try:
-                outcomes.append(asyncio.run(kill_one(plan, kind, end)))
-            except (RuntimeError, OSError) as error:  # TimeoutError is an OSError
-                problems[f"{kind}, {end} killed"] = f"{type(error).__name__}: {error}"
-                print(f"{kind}, {end} killed: {type(error).__name__}: {error}", file=sys.stderr)
+    build_once(args.device)
+    outcomes, problems = asyncio.run(kill_all(plan))
     publish(
         "transfer_fault",
         settings={

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import msgspec
 import torch
+import uvloop
 
 from bench._report import Scalar, parser, publish
 from bench._transfer import TINY
-from bench._workers import Cluster, Course, Member, cluster, prompt, sources
+from bench._workers import Cluster, Course, Member, build_once, cluster, prompt, sources
 from bench.ops_blocks import BLOCK_SIZE, LLAMA_2_13B, Shape
 
 WARM_UP = 3
@@ -54,8 +55,8 @@ async def measure(plan: Plan, kind: str, repeats: int) -> list[Sample]:
     """One kind of link."""
     with tempfile.TemporaryDirectory(prefix="steps-") as name:
         async with cluster(Path(name)) as group:
-            sender, receiver = [
-                await group.start(
+            starts = [
+                group.start(
                     instance,
                     device=device,
                     link=kind,
@@ -65,6 +66,7 @@ async def measure(plan: Plan, kind: str, repeats: int) -> list[Sample]:
                 )
                 for instance, device in zip(("P0", "D0"), plan.devices, strict=True)
             ]
+            sender, receiver = await asyncio.gather(*starts)
             await group.join(sender, receiver)
             samples = []
             for repeat in range(WARM_UP + repeats):
@@ -152,12 +154,14 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.device_count():
         print("transfer_steps: no GPU on this machine, nothing to measure")
         return
+    build_once(args.device)
     plan = plan_for(args.device)
     samples: list[Sample] = []
     problems: dict[str, str] = {}
     for kind in plan.kinds:
         try:
-            samples += asyncio.run(measure(plan, kind, args.repeats))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the hub's
+                samples += runner.run(measure(plan, kind, args.repeats))
         except (RuntimeError, OSError) as error:  # TimeoutError is an OSError
             problems[kind] = f"{type(error).__name__}: {error}"
             print(f"{kind}: {problems[kind]}", file=sys.stderr)

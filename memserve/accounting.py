@@ -150,6 +150,8 @@ class Members:
         is_told = request_id == lifecycle.spec.id and lifecycle.is_prompt_computed
         if not is_told or plan is None or plan.fetch is not None or cached_tokens is None:
             return
+        if seat != plan.first:  # of what D holds nobody has told
+            return
         if lifecycle.attempt == 1:
             num_tokens = len(lifecycle.spec.prompt_token_ids)
             self._cost.observe(num_tokens, cached_tokens, now - since)
@@ -337,13 +339,20 @@ class Totals(msgspec.Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    _of_finished: int = 0
+    """Generated tokens of the finished requests alone."""
+
+    def finish(self, num_generated: int) -> None:
+        """A request has come to its end, after so many tokens."""
+        self.finished += 1
+        self._of_finished += num_generated
 
     @property
     def mean_generated_tokens(self) -> int:
         """Per finished request; a guess until one has finished."""
-        if not self.finished:
-            return _EXPECTED_TOKENS
-        return max(1, self.generated_tokens // self.finished)
+        return max(1, self._of_finished // self.finished) if self.finished else _EXPECTED_TOKENS
 
     def snapshot(self, *, running: int, waiting: int) -> Counters:
-        return Counters(running=running, waiting=waiting, **msgspec.structs.asdict(self))
+        totals = msgspec.structs.asdict(self)
+        del totals["_of_finished"]
+        return Counters(running=running, waiting=waiting, **totals)

@@ -26,8 +26,8 @@ class Active(msgspec.Struct):
     fetch_s: float | None = None
     """How long it was to wait for what is fetched, if it is and if the policy could tell."""
     placed_at: float = 0.0
-    has_waited: bool = False
-    """For a busy instance, though there was room elsewhere."""
+    patient_until: float | None = None
+    """Until when it waits for the better place; None: it does not."""
 
     @property
     def num_tokens(self) -> int:

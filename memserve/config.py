@@ -256,6 +256,12 @@ def tp_in_force(config: Config) -> dict[InstanceId, int]:
     }
 
 
+def link_in_force(config: Config) -> str:
+    """The kind of the links between instances, as far as one can tell before they meet."""
+    link = config.transfer.link
+    return LINK_OF[device_in_force(config)] if link == "auto" else link
+
+
 def _require_room(config: Config, plan: GpuPlan) -> None:
     """`gpu_memory_utilization` is what one instance may take of a GPU, as in vLLM."""
     share = config.engine.get("gpu_memory_utilization")

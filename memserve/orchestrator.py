@@ -31,13 +31,13 @@ from memserve import profiles
 from memserve.channel import Hub
 from memserve.cluster import ClusterManager, ClusterSettings
 from memserve.config import (
-    LINK_OF,
     Config,
     caching_in_force,
     device_in_force,
     engine_settings,
     gpu_plan,
     instance_engine,
+    link_in_force,
     mode_in_force,
     tp_in_force,
 )
@@ -205,7 +205,7 @@ class Orchestrator:
         self._cost = cost
         hub.open()
         roles = dict(self._mode.instances())
-        settings = scheduler_settings(config, self._caching, LINK_OF[config.cluster.device])
+        settings = scheduler_settings(config, self._caching, link_in_force(config))
         self._scheduler = GlobalScheduler(
             msgspec.structs.replace(settings, tp_of=tp_in_force(config)),
             roles,

@@ -14,6 +14,7 @@ from memserve.accounting import Members
 from memserve.active import Active
 from memserve.core.cost_model import CostModel
 from memserve.core.loads import Seconds
+from memserve.core.pending import Coming
 from memserve.core.policies import make_policy
 from memserve.core.policy import (
     Demand,
@@ -32,8 +33,8 @@ from memserve.types import InstanceId, Role
 
 _PATIENCE = 2.0
 _PATIENCE_S = 0.1
-"""A fetch may take so many times what was predicted, and so much longer, beside the time that
-computing would take: no machine is that exact."""
+"""A fetch, or a queue, may take so many times what was predicted, and so much longer, beside the
+time that computing would take: no machine is that exact."""
 
 
 class Placer:
@@ -88,48 +89,86 @@ class Placer:
 
         None: it had better wait for an instance that has enough to do, or is fetching what it
         needs; its work is added to `ahead_s`, what waits for each instance before the next request.
-        Else the plan and the work
-        are noted in `active`; both decisions with their reasons in its timeline.
+        Else the work is noted in `active`; both decisions with their reasons in its timeline.
         """
-        spec, num_tokens = active.lifecycle.spec, active.num_tokens
-        block_size, pending = path.block_size, self._members.pending
+        pending = self._members.pending
         coming = pending.match(path) if self._caching.prefill_keeps else None
-        demand = Demand(
-            num_tokens=num_tokens,
-            cached_tokens=match.cached_tokens,
-            dram_tokens=match.dram_tokens,
-            expected_tokens=min(active.lifecycle.remaining_tokens, mean_generated),
-            session=session_key(spec.session, active.packed, block_size * TOKEN_BYTES),
-            now=now,
-            coming_tokens=None if coming is None else coming.tokens,
-            may_fetch=self._caching.fetches and self._fetching is not Fetching.NEVER,
-            block_size=block_size,
-            ahead_s=ahead_s,
-        )
-        loads = self._members.loads
-        placement = self._policy.place(demand, loads)
-        if demand.may_fetch and self._fetching is Fetching.ALWAYS:
-            placement = with_fetch(placement, demand, loads)
-        prefill_s = self._cost.exec_s(num_tokens, placement.cached_tokens)
-        first = loads.slots[placement.first]
-        relies_on_it = placement.cached_tokens > demand.reusable()[first]
-        is_under_way = coming is not None and coming.is_fetched[first] and placement.fetch is None
-        if loads.is_busy[first] or (is_under_way and relies_on_it):
-            ahead_s[first] += prefill_s
-            if not active.has_waited:
-                active.has_waited = True
-                active.timeline.note("waits", now, placement.first, placement.reason)
+        demand = self._demand(active, path, match, coming, mean_generated, now, ahead_s)
+        placement = self._choose(demand)
+        prefill_s = self._cost.exec_s(demand.num_tokens, placement.cached_tokens)
+        if self._is_taken(demand, placement, coming):
+            self._wait(active, placement, now, ahead_s)
+            ahead_s[self._members.loads.slots[placement.first]] += prefill_s
             return None
         self._policy.placed(demand, placement)
-        active.missing_tokens = num_tokens - placement.cached_tokens
+        active.patient_until = None
+        active.missing_tokens = demand.num_tokens - placement.cached_tokens
         active.prefill_s = prefill_s
         active.fetch_s = placement.fetch.predicted_s if placement.fetch is not None else None
         active.placed_at = now
         active.timeline.note("placed", now, placement.first, placement.reason)
         plan = self._plan(placement, now)
         if not plan.first_is_private:
-            pending.add(spec.id, placement.first, path, is_fetched=plan.fetch is not None)
+            id = active.lifecycle.spec.id
+            pending.add(id, placement.first, path, is_fetched=plan.fetch is not None)
         return plan
+
+    def _demand(
+        self,
+        active: Active,
+        path: Path,
+        match: Match,
+        coming: Coming | None,
+        mean_generated: int,
+        now: float,
+        ahead_s: Seconds,
+    ) -> Demand:
+        session, block_size = active.lifecycle.spec.session, path.block_size
+        return Demand(
+            num_tokens=active.num_tokens,
+            cached_tokens=match.cached_tokens,
+            dram_tokens=match.dram_tokens,
+            expected_tokens=min(active.lifecycle.remaining_tokens, mean_generated),
+            session=session_key(session, active.packed, block_size * TOKEN_BYTES),
+            now=now,
+            coming_tokens=None if coming is None else coming.tokens,
+            may_fetch=self._caching.fetches and self._fetching is not Fetching.NEVER,
+            block_size=block_size,
+            ahead_s=ahead_s,
+            may_wait=active.patient_until is None or now < active.patient_until,
+        )
+
+    def _choose(self, demand: Demand) -> Placement:
+        loads = self._members.loads
+        placement = self._policy.place(demand, loads)
+        if demand.may_fetch and self._fetching is Fetching.ALWAYS:
+            return with_fetch(placement, demand, loads)
+        return placement
+
+    def _is_taken(self, demand: Demand, placement: Placement, coming: Coming | None) -> bool:
+        """Whether its place is busy, or still fetches what it counts on."""
+        loads = self._members.loads
+        first = loads.slots[placement.first]
+        if loads.is_busy[first]:
+            return True
+        if coming is None or placement.fetch is not None or not demand.may_wait:
+            return False
+        counts_on_it = placement.cached_tokens > demand.reusable()[first]
+        return bool(counts_on_it and coming.is_fetched[first])
+
+    def _wait(self, active: Active, placement: Placement, now: float, ahead_s: Seconds) -> None:
+        """It is patient for as long as computing all of its prompt takes, and the queue beside.
+
+        So an instance that hangs costs little, and nobody is refused who would have a place.
+        """
+        if active.patient_until is not None:
+            return
+        loads = self._members.loads
+        first = loads.slots[placement.first]
+        queue_s = float(loads.queue_s(now)[first] + ahead_s[first])
+        computing_s = self._cost.exec_s(active.num_tokens)
+        active.patient_until = now + computing_s + _PATIENCE * queue_s + _PATIENCE_S
+        active.timeline.note("waits", now, placement.first, placement.reason)
 
     def _plan(self, placement: Placement, now: float) -> Plan:
         caching = self._caching

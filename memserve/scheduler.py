@@ -436,7 +436,7 @@ class GlobalScheduler:
             self._caches.learn(path, action.num_tokens, action.instance)
 
     def _finish(self, active: Active) -> None:
-        self._totals.finished += 1
+        self._totals.finish(len(active.lifecycle.generated))
         active.timeline.end("finished", self._clock())
 
     def _error(self, active: Active, error: MemServeError) -> None:

@@ -6,7 +6,8 @@ and takes those whose place is free. One that waits for its place lets the other
 Requests that had their place already, and lost it, go first. Then the lowest priority number.
 Among equal priorities the clients (API keys) share what the cluster can do, counted in tokens: next
 is the client that was given the fewest so far. Within a client, the order of arrival. A client that
-comes (back) with nothing waiting starts level with those being served: idling earns no credit.
+comes (back) with nothing waiting starts level with who was served last, but not behind those of its
+priority who wait: idling earns no credit.
 
 Priorities are strict: a low one may wait as long as higher ones keep coming. Nobody waits for ever:
 each request has its deadline.
@@ -27,6 +28,7 @@ from memserve.types import RequestId
 _REMEMBERED = 32
 """Turns that the estimate of the waiting time is made from."""
 _MAX_RETRY_S = 60
+"""Who is told to stay away for longer does not come back."""
 _UNKNOWN_RETRY_S = 5
 
 
@@ -71,11 +73,14 @@ class AdmissionQueue:
 
     def push(self, ticket: Ticket) -> None:
         """The end of its line. Whether the queue is full is the caller's business (`is_full`)."""
+        if not self._tickets:
+            self._turns.clear()  # how fast it moves shows only while somebody waits
         self._tickets[ticket.id] = ticket
         self.num_changes += 1
         lines = self._lines.setdefault(ticket.priority, {})
         if not any(ticket.client in others for others in self._lines.values()):
-            self._given[ticket.client] = max(self._given.get(ticket.client, 0), self._level)
+            level = min([self._level, *(self._given[client] for client in lines)])
+            self._given[ticket.client] = max(self._given.get(ticket.client, 0), level)
         lines.setdefault(ticket.client, deque()).append(ticket)
 
     def push_returned(self, ticket: Ticket) -> None:

@@ -49,8 +49,12 @@ _DECODE_SCALE_PRIOR = 0.1
 """The same for decode steps, whose host time and operators are harder to tell apart."""
 _DEGREES = (1, 2, 4, 8)
 """Of tensor parallelism, that hosts are predicted for."""
+_UNBOUNDED = 1e15
+"""Bytes per second where the size made no difference: JSON knows no infinity."""
 _ROUNDS = 20
+"""After which a fit that swings between two sets of bound samples is taken as it is."""
 _MOST_GUESSES = 5
+"""Of a floor, to begin with: each costs a fit."""
 _COLUMNS = (
     "request_s",
     "prompt_token_s",
@@ -239,7 +243,7 @@ def fit_reduce(samples: Sequence[ReduceSample]) -> ReduceFit | None:
     fit = ReduceFit(
         source=f"measured over {ranks} ranks",
         fixed_s=fixed_s,
-        bytes_per_s=1 / byte_s if byte_s > 0 else 1e15,
+        bytes_per_s=1 / byte_s if byte_s > 0 else _UNBOUNDED,
         launch_s=float(launches.min()),
     )
     ratios = seconds / fit.seconds(ranks, sizes)
@@ -283,7 +287,6 @@ def fit_prefills(profile: Profile, samples: Sequence[PrefillSample]) -> StepFit:
         _settle(samples, chunks, StepFit(floor_s=floor_s, graph_floor_s=graph_floor_s))
         for floor_s, graph_floor_s in starts
     ]
-
     return min(fits, key=lambda step: mean_error(_predict(step, samples, chunks), seconds))
 
 
@@ -373,26 +376,35 @@ def _fit_bound(
     is_bound: Sequence[Sequence[bool]],
 ) -> StepFit:
     """The fit when it is known which steps are bound by their floor."""
-    rows, known = [], []
-    for sample, steps, bounds in zip(samples, chunks, is_bound, strict=True):
-        row = np.zeros(8)
-        reduce_s = 0.0
-        row[:2] = 1.0, sample.num_tokens
-        for chunk, bound in zip(steps, bounds, strict=True):
-            if bound:
-                row[7 if chunk.has_graph else 6] += 1.0
-            else:
-                row[2:6] += chunk.is_on_cpu, chunk.gemms_s, chunk.attention_s, chunk.linear_s
-                reduce_s += chunk.reduce_s
-        rows.append(row)
-        known.append(reduce_s)
+    rows = [_terms(*one) for one in zip(samples, chunks, is_bound, strict=True)]
+    reduces_s = np.array(
+        [
+            sum(chunk.reduce_s for chunk, bound in zip(steps, bounds, strict=True) if not bound)
+            for steps, bounds in zip(chunks, is_bound, strict=True)
+        ]
+    )
     seconds = np.array([sample.seconds for sample in samples])
-    prior = np.zeros((3, 8))
-    prior[np.arange(3), (3, 4, 5)] = _SCALE_PRIOR * len(samples) ** 0.5
+    is_scale = [name.endswith("_scale") for name in _COLUMNS]
+    prior = np.eye(len(_COLUMNS))[is_scale] * _SCALE_PRIOR * len(samples) ** 0.5
     terms = np.vstack([np.array(rows) / seconds[:, None], prior])
-    target = np.concatenate([1 - np.array(known) / seconds, prior.sum(axis=1)])
+    target = np.concatenate([1 - reduces_s / seconds, prior.sum(axis=1)])
     found = nonnegative(terms, target)
     return StepFit(**dict(zip(_COLUMNS, found.tolist(), strict=True)))
+
+
+def _terms(sample: PrefillSample, steps: Sequence[_Chunk], is_bound: Sequence[bool]) -> list[float]:
+    """What each of `_COLUMNS` counts for in this prefill."""
+    row = dict.fromkeys(_COLUMNS, 0.0)
+    row["request_s"], row["prompt_token_s"] = 1.0, sample.num_tokens
+    for chunk, bound in zip(steps, is_bound, strict=True):
+        if bound:
+            row["graph_floor_s" if chunk.has_graph else "floor_s"] += 1.0
+        else:
+            row["host_s"] += chunk.is_on_cpu
+            row["gemm_scale"] += chunk.gemms_s
+            row["attention_scale"] += chunk.attention_s
+            row["linear_scale"] += chunk.linear_s
+    return list(row.values())
 
 
 def fit_decodes(profile: Profile, step: StepFit, samples: Sequence[DecodeSample]) -> StepFit:

@@ -55,6 +55,7 @@ _TIE = 0.01
 _TIE_S = 50e-6
 """Differences below these (relative, seconds) are no reason: no prediction is that good."""
 _FEW = 128
+"""Instances up to which a dictionary is faster than arrays."""
 _MOST = np.iinfo(np.int64).max
 _SHOWN = 3
 """Candidates of each kind that a reason shows."""
@@ -98,7 +99,7 @@ class CostPolicy:
 
         Raises: ValueError for a kind that the cost model does not know.
         """
-        cost.transfer_s(1, link)
+        cost.transfer_s(1, link)  # raises
         self._cost = cost
         self._link = cost.profile.links[link]
         self._is_in_turn = link in COPYING_LINKS
@@ -109,7 +110,9 @@ class CostPolicy:
 
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
-        can = eligible(loads, self._split, whole_on_decode=self._whole_on_decode)
+        can = eligible(
+            loads, self._split, may_wait=demand.may_wait, whole_on_decode=self._whole_on_decode
+        )
         firsts = self._firsts(demand, loads, can)
         load_s = self._load_s(demand, loads)
         has_room = loads.free_tokens >= demand.num_tokens + demand.expected_tokens
@@ -188,7 +191,7 @@ class CostPolicy:
         return self._exec_cached_s(demand.num_tokens, in_hbm)
 
     def _exec_cached_s(self, num_tokens: int, cached: Counts) -> Seconds:
-        """As `CostModel.exec_many`; for few instances a dictionary is the faster way."""
+        """As `CostModel.exec_many`."""
         if len(cached) > _FEW:
             return self._cost.exec_many(num_tokens, cached)
         known: dict[int, float] = {}
@@ -298,33 +301,21 @@ class CostPolicy:
         decode: int | None,
     ) -> Detail:
         """The chosen ones and the best others of each kind, with their terms."""
-        names = loads.instances
         candidates: list[dict[str, Number]] = []
         for slot in _best(firsts.total_s, can.whole | can.prefill, first):
-            terms: dict[str, Number] = {
-                "instance": names[slot],
-                "cached_tokens": firsts.cached.item(slot),
-                "queue_s": round(firsts.queue_s.item(slot), 6),
-                "exec_s": round(firsts.exec_s.item(slot), 6),
-                "total_s": round(firsts.total_s.item(slot), 6),
-            }
+            terms = _first_terms(slot, firsts, demand, loads)
             if decode is None:
                 terms["load_s"] = round(load_s.item(slot), 6)
-            if fetched := firsts.fetched.item(slot):
-                source = firsts.source.item(slot)
-                terms["fetch_from"] = names[source]
-                terms["fetch_tokens"] = fetched
-                terms["fetch_s"] = round(firsts.fetch_s.item(slot), 6)
-                if late_s := loads.fetch_times.late_s(source, demand.now):
-                    terms["fetch_late_s"] = round(late_s, 6)  # in the fetch's seconds
             candidates.append(terms)
         generating = can.decode & ~can.whole
-        for slot in _best(load_s, generating, decode) if generating.any() else ():
-            cached_tokens = demand.cached_tokens.item(slot)
-            added_s = round(load_s.item(slot), 6)
-            candidates.append(
-                {"instance": names[slot], "cached_tokens": cached_tokens, "load_s": added_s}
-            )
+        candidates += [
+            {
+                "instance": loads.instances[slot],
+                "cached_tokens": demand.cached_tokens.item(slot),
+                "load_s": round(load_s.item(slot), 6),
+            }
+            for slot in (_best(load_s, generating, decode) if generating.any() else ())
+        ]
         return {
             "policy": self.name,
             "tokens": demand.num_tokens,
@@ -332,6 +323,25 @@ class CostPolicy:
             "followers": firsts.num_followers,
             "candidates": candidates,
         }
+
+
+def _first_terms(slot: int, firsts: _Firsts, demand: Demand, loads: Loads) -> dict[str, Number]:
+    """What computing the prompt there was reckoned to take."""
+    terms: dict[str, Number] = {
+        "instance": loads.instances[slot],
+        "cached_tokens": firsts.cached.item(slot),
+        "queue_s": round(firsts.queue_s.item(slot), 6),
+        "exec_s": round(firsts.exec_s.item(slot), 6),
+        "total_s": round(firsts.total_s.item(slot), 6),
+    }
+    if fetched := firsts.fetched.item(slot):
+        source = firsts.source.item(slot)
+        terms["fetch_from"] = loads.instances[source]
+        terms["fetch_tokens"] = fetched
+        terms["fetch_s"] = round(firsts.fetch_s.item(slot), 6)
+        if late_s := loads.fetch_times.late_s(source, demand.now):
+            terms["fetch_late_s"] = round(late_s, 6)  # in the fetch's seconds
+    return terms
 
 
 def _followers(loads: Loads, can: Eligible) -> int:

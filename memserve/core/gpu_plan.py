@@ -85,8 +85,10 @@ def parse_tp(value: int | str, roles: Sequence[Role]) -> dict[Role, int]:
     tp_of = dict.fromkeys(roles, 1)
     if re.match(BY_ROLE, value) is None:
         raise ConfigError(_KEY, f"{value!r} is not allowed", "a number, or one a role: P=2,D=1")
-    for part in value.split(","):
-        name, _, number = part.partition("=")
+    parts = [part.partition("=") for part in value.split(",")]
+    if len({name for name, _, _ in parts}) < len(parts):
+        raise ConfigError(_KEY, f"{value!r} names a role twice", "once each: P=2,D=1")
+    for name, _, number in parts:
         if name not in known:
             raise ConfigError(_KEY, f"{value!r}, but the mode has no {name}", ", ".join(known))
         tp_of[known[name]] = int(number)

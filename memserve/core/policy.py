@@ -78,6 +78,8 @@ class Demand(msgspec.Struct, frozen=True):
     block_size: int = 1
     ahead_s: Seconds | None = None
     """[instances] Of computing there what waits at the scheduler before it. None: nothing does."""
+    may_wait: bool = True
+    """For a busy instance, while another one is free."""
 
     def reusable(self) -> Counts:
         """[instances] Cached tokens that save something: the last token is always computed."""
@@ -170,10 +172,13 @@ class Eligible(msgspec.Struct, frozen=True):
     decode: Bools
 
 
-def eligible(loads: Loads, split: Split, *, whole_on_decode: bool = False) -> Eligible:
+def eligible(
+    loads: Loads, split: Split, *, may_wait: bool, whole_on_decode: bool = False
+) -> Eligible:
     """By roles, among the open ones. Raises: UnavailableError if nobody can run a request.
 
-    `whole_on_decode`: whether AUTO lets decode instances run requests whole.
+    `may_wait`: as in `Demand`. `whole_on_decode`: whether AUTO lets decode instances run requests
+    whole.
     """
     is_decode = loads.is_open & loads.has_role[Role.DECODE]
     whole = loads.is_open & loads.has_role[Role.COLOCATED]
@@ -184,4 +189,6 @@ def eligible(loads: Loads, split: Split, *, whole_on_decode: bool = False) -> El
         prefill = np.zeros_like(prefill)
     if not whole.any() and not prefill.any():
         raise UnavailableError("no instance is ready that could run the request")
+    if not may_wait and ((whole | prefill) & ~loads.is_busy).any():
+        whole, prefill = whole & ~loads.is_busy, prefill & ~loads.is_busy
     return Eligible(whole, prefill, is_decode)

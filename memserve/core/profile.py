@@ -329,8 +329,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """What launching a step takes on `tp` ranks, outside of graphs. 0 where nothing is known
         of it: on a CPU."""
         floor_s = self.step_fit(tp).floor_s
-        more = (tp > 1) - (self.tp > 1)
-        return floor_s and floor_s + more * 2 * self.shape.num_layers * self.reduce.launch_s
+        if not floor_s:
+            return 0.0
+        launches_s = 2 * self.shape.num_layers * self.reduce.launch_s
+        more = (tp > 1) - (self.tp > 1)  # what was calibrated has its own in its floor
+        return floor_s + more * launches_s
 
 
 class StepParts(msgspec.Struct, frozen=True):

@@ -33,7 +33,7 @@ class RankingPolicy:
 
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
-        can = eligible(loads, self._split)
+        can = eligible(loads, self._split, may_wait=demand.may_wait)
         firsts = _places(can.whole | can.prefill)
         first = min(firsts, key=lambda slot: (*self.first_rank(slot, demand, loads), slot))
         considered, decode = firsts, None

@@ -23,9 +23,10 @@ import torch
 from memserve.errors import StartError, TransferError
 
 ID_BYTES = 128
-MAX_CTAS = 16
+MAX_CTAS = 32
 """Multiprocessors that a transfer may take of the engine, and of its collectives (a power of two).
-Both ends must say the same. `bench/fig11_transfer.py --sweep` compares."""
+Both ends must say the same. With 16, long transfers take up to a twentieth longer:
+`bench/fig11_transfer.py --sweep` compares."""
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1

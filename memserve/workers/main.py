@@ -38,6 +38,7 @@ from memserve.workers.index_reports import IndexReports
 from memserve.workers.links.choice import LinkChoice
 from memserve.workers.mempool import MemPool
 from memserve.workers.port import Port
+from memserve.workers.sleeps import sleep_exactly
 from memserve.workers.spec import WorkerSpec
 from memserve.workers.swap_queue import NoSwaps, Swaps
 from memserve.workers.swap_setup import make_swaps
@@ -245,6 +246,7 @@ def _tie_forks_to_their_parents() -> None:
 
 
 def _set_up_process(spec: WorkerSpec) -> None:
+    sleep_exactly()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the orchestrator ends its workers, in order
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     set_engine_environment(os.environ, num_threads=spec.num_threads, log_level=spec.log_level)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from memserve.ops.blocks import library_for
@@ -21,7 +22,10 @@ from tests.contract.link_rig import NUM_LAYERS, PAGE_BYTES
 
 DEADLINE_S = 30.0
 CHUNK_BLOCKS = 2
-SETTINGS = NcclSettings(chunk_bytes=CHUNK_BLOCKS * NUM_LAYERS * PAGE_BYTES + 1, chunks_ahead=8)
+_BLOCK_BYTES = NUM_LAYERS * PAGE_BYTES
+SETTINGS = NcclSettings(
+    chunk_bytes=CHUNK_BLOCKS * _BLOCK_BYTES + 1, edge_bytes=_BLOCK_BYTES, chunks_ahead=8
+)
 
 
 class End:
@@ -93,9 +97,7 @@ def cuda_end(
 
 def with_pieces(pieces: Pieces) -> NcclSettings:
     """The settings of the tests, in other pieces."""
-    return NcclSettings(
-        chunk_bytes=SETTINGS.chunk_bytes, chunks_ahead=SETTINGS.chunks_ahead, pieces=pieces
-    )
+    return msgspec.structs.replace(SETTINGS, pieces=pieces)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

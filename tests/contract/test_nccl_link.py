@@ -26,11 +26,12 @@ from memserve.ops.views import PageOrder, head_rows
 from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
 from memserve.workers.links.base import Rank, RankPeer
 from memserve.workers.links.nccl import NcclEndpoint, NcclLink
-from memserve.workers.links.nccl_pipe import CudaGpu
+from memserve.workers.links.nccl_pipe import CudaGpu, chunks
 from memserve.workers.links.nccl_wire import (
     Announce,
     Done,
     Pieces,
+    Schedule,
     Wake,
     Welcome,
     Wire,
@@ -190,7 +191,7 @@ def test_a_slice_of_the_heads_fills_all_heads_of_the_other_rank(make_end: EndMak
 
 
 def test_a_cancelled_transfer_that_has_not_begun_writes_nothing(make_end: EndMaker) -> None:
-    narrow = NcclSettings(chunk_bytes=SETTINGS.chunk_bytes, chunks_ahead=1)
+    narrow = msgspec.structs.replace(SETTINGS, chunks_ahead=1)
     p, d = make_end("P0", seed=1, settings=narrow), make_end("D0")
     link = p.endpoint.open(d.peer())
     p.fake.is_held = True
@@ -496,6 +497,42 @@ def test_a_stranger_harms_nobody(make_end: EndMaker, greeting: bytes) -> None:
         link = p.endpoint.open(d.peer())
         link.send(T1, ids(1), ids(2))
         assert completions(link, 1)[0].error is None
+
+
+# ── the schedule ──────────────────────────────────────────────────────────────────────────────
+
+
+@given(num_blocks=st.integers(0, 300), edge=st.integers(1, 9), more=st.integers(0, 40))
+def test_both_ends_cut_any_transfer_alike_into_all_its_blocks_in_order(
+    num_blocks: int, edge: int, more: int
+) -> None:
+    told = Schedule(edge, edge + more)
+    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Schedule)
+    source_ids, target_ids = ids(*range(num_blocks)), ids(*reversed(range(num_blocks)))
+    out, into = list(chunks(source_ids, told)), list(chunks(target_ids, heard))
+    assert [len(part) for part in out] == [len(part) for part in into]
+    assert [block for part in out for block in part] == source_ids
+    assert [block for part in into for block in part] == target_ids
+    assert all(1 <= len(part) <= told.chunk_blocks for part in out)
+    if out:
+        assert max(len(out[0]), len(out[-1])) <= edge
+
+
+_SIZE = st.integers(1, 1 << 30)
+
+
+@given(edge=_SIZE, chunk=_SIZE, block=_SIZE, num_blocks=_SIZE)
+def test_a_schedule_keeps_within_its_bytes_if_a_block_does(
+    edge: int, chunk: int, block: int, num_blocks: int
+) -> None:
+    schedule = NcclSettings(edge_bytes=edge, chunk_bytes=chunk).schedule(block, num_blocks)
+    assert 1 <= schedule.edge_blocks <= schedule.chunk_blocks <= num_blocks
+    assert schedule.edge_blocks == 1 or schedule.edge_blocks * block <= edge
+    assert schedule.chunk_blocks * block <= max(edge, chunk, block)
+
+
+def test_2048_tokens_of_llama_2_13b_go_in_six_chunks() -> None:
+    assert NcclSettings().schedule(160 * 5120 * 16, 700).sizes(128) == [5, 29, 30, 29, 30, 5]
 
 
 # ── the wire ──────────────────────────────────────────────────────────────────────────────────

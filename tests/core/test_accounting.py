@@ -183,6 +183,20 @@ def test_other_prefills_say_nothing_about_costs(case: str) -> None:
     assert books.cost.factor == 1.0
 
 
+def test_a_prompt_that_d_computes_again_says_nothing_about_costs() -> None:
+    """What D holds of it is not known: P's cached tokens are P's."""
+    books = Books()
+    life = books.request("a")
+    books.charge(life, 0.0)
+    books.first_token(life)
+    life.step(Refused(**at(D0), transfer_id=TransferId("a/forward/1"), reason="no room"))
+    books.charge(life, 1.0)
+    factor = books.cost.factor
+    life.step(Output(D0.instance, TokenOutput(life.spec.id, 1, [8], None)))
+    books.charge(life, 99.0)
+    assert books.cost.factor == factor
+
+
 def test_what_is_under_way_counts_until_it_is_answered_or_its_sender_is_lost() -> None:
     books = Books()
     loads = books.members.loads

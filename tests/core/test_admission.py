@@ -86,6 +86,16 @@ def test_idling_earns_no_credit() -> None:
     assert drain(queue) == ["b0", "a5", "b1", "a6", "b2", "a7", "a8"]
 
 
+def test_a_newcomer_starts_level_with_those_of_its_priority_not_with_busier_ones() -> None:
+    queue = queue_of(ticket("a0", priority=1), ticket("a1", priority=1))
+    queue.push(ticket("urgent0", "b", num_tokens=1000))
+    queue.push(ticket("urgent1", "b", num_tokens=1000))
+    assert [str(popped.id) for _ in range(2) if (popped := pop(queue))] == ["urgent0", "urgent1"]
+    queue.push(ticket("c0", "c", priority=1))
+    queue.push(ticket("a2", priority=1))
+    assert drain(queue) == ["a0", "c0", "a1", "a2"]
+
+
 def test_who_lost_its_place_goes_first_and_is_taken_when_full() -> None:
     queue = queue_of(ticket("1", priority=-9), max_waiting=1)
     assert queue.is_full
@@ -133,6 +143,18 @@ def test_the_estimate_follows_how_fast_the_queue_moves() -> None:
     while pop(queue, 20.0):
         pass
     assert queue.retry_after_s(20.0) == 1
+
+
+def test_the_estimate_leaves_out_when_nobody_waited() -> None:
+    queue = queue_of()
+    for hour in range(40):
+        queue.push(ticket(f"at leisure {hour}"))
+        pop(queue, 3600.0 * hour)
+    for n in range(60):
+        queue.push(ticket(str(n)))
+    for tenth in range(20):
+        pop(queue, 200_000.0 + tenth / 10)
+    assert queue.retry_after_s(200_002.0) == 2  # half of 40, ten a second
 
 
 # ── against what is promised ──────────────────────────────────────────────────────────────────

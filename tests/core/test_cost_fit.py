@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench._whole_model import fit_whole_model
 from memserve.core.cost_fit import (
     fit_gemm,
     fit_links,
@@ -42,7 +43,6 @@ from memserve.core.profile import (
     ReduceFit,
     StepFit,
 )
-from memserve.core.whole_model_fit import fit_whole_model
 
 SHAPE = ModelShape(
     num_layers=32,

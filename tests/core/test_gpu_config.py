@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memserve import config, engine_args
-from memserve.config import Config, load
+from memserve.config import Config, link_in_force, load
 from memserve.core.gpu_plan import GpuPlan, describe_plan, describe_tp, parse_tp, plan_gpus
 from memserve.core.mode import parse_mode
 from memserve.errors import ConfigError
@@ -110,6 +110,7 @@ def test_a_given_tp_is_kept_and_gpus_are_shared_where_they_must(
         ("1P2D", 2, 4, "cluster.tp: 4 asked for, but 2 GPUs are to be used; allowed: 1 to 2$"),
         ("1P1D", 1, "P=2", "cluster.tp: 2 asked for, but 1 GPU is to be used; allowed: 1$"),
         ("1P1D", 4, "PD=2", "cluster.tp: 'PD=2', but the mode has no PD; allowed: P, D$"),
+        ("1P1D", 4, "P=2,P=4", "cluster.tp: 'P=2,P=4' names a role twice; allowed: once each"),
         ("1P1D", 4, "P=0", "cluster.tp: 'P=0' is not allowed; allowed: a number, or .* P=2,D=1$"),
     ],
 )
@@ -341,7 +342,8 @@ def test_layers_are_not_sent_by_several_ranks(machine: Machine) -> None:
 
 def test_nccl_between_instances_with_gpus_of_their_own(machine: Machine) -> None:
     machine(2, "cuda")
-    assert _set("transfer.link=nccl").transfer.link == "nccl"
+    assert link_in_force(_set("transfer.link=nccl")) == "nccl", "its costs are those that count"
+    assert link_in_force(_set()) == "ipc"
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,36 @@ def test_a_request_waits_for_a_busy_instance_if_that_is_better_and_lets_others_p
     rig.check_quiet()
 
 
+def test_who_waits_by_choice_in_vain_takes_another_place_in_the_end() -> None:
+    rig = rig_of(TWO, policy="session", max_queued_s=0.5 * PROMPT_S)
+    rig.hanging.add(InstanceId("PD0"))
+    rig.submit("first")
+    rig.submit("same session")
+    rig.now = 0.1
+    rig.scheduler.tick()
+    assert rig.placed() == ["first"]
+    rig.now = 1.0  # computing takes some ms
+    rig.scheduler.tick()
+    rig.run()
+    assert rig.instance_of("same session") == "PD1"
+    assert rig.ended == {"same session": "final"}
+
+
+def test_nobody_gives_up_a_place_for_none() -> None:
+    rig = rig_of(TWO, policy="session", max_queued_s=0.5 * PROMPT_S)
+    rig.hanging |= {InstanceId("PD0"), InstanceId("PD1")}
+    rig.submit("first")
+    rig.submit("other", first_token=50)
+    rig.submit("same session")
+    rig.now = 1.0
+    rig.scheduler.tick()
+    assert rig.placed() == ["first", "other"]
+    rig.hanging.clear()
+    rig.run()
+    assert set(rig.ended.values()) == {"final"}
+    rig.check_quiet()
+
+
 def test_a_request_waits_for_what_its_place_is_fetching_rather_than_to_overtake_it() -> None:
     rig = rig_of(TWO, policy="session", freshness="ttl", fetching=Fetching.ALWAYS, max_running=9)
     rig.submit("holds it", length=9, session="a")
@@ -163,6 +193,19 @@ def test_generated_tokens_count_as_given() -> None:
     rig.submit("a1", client="a")
     rig.run()
     assert rig.placed() == ["a0", "b0", "b1", "a1", "b2"]
+
+
+def test_how_much_is_generated_is_told_by_finished_requests_alone() -> None:
+    rig = rig_of(ONE, max_running=2)
+    rig.submit("half done")
+    while not rig.has_begun("half done"):
+        rig.candidates()[0]()
+    rig.cancel("half done")
+    rig.submit("done")
+    rig.run()
+    assert rig.ended[RequestId("done")] == "final"
+    assert rig.scheduler.counters().generated_tokens > 4
+    assert rig.scheduler._totals.mean_generated_tokens == 4
 
 
 def test_who_waits_too_long_is_told_why() -> None:

@@ -24,9 +24,9 @@ from tests.integration.texts import Texts
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-NUM_TOKENS = 40
-"""More than a block, so that D has blocks of its own to give back."""
-LENGTHS = (31, 96, 161)
+NUM_TOKENS = 10
+"""Enough for the prompts below to fill a block more, which D has to give back."""
+LENGTHS = (28, 92, 156)
 BACK_S = 90.0
 SETTINGS: dict[str, object] = {
     "cluster.max_restarts": 1000,

@@ -148,7 +148,7 @@ class FakeGpu:
     def staging(self, size_bytes: int) -> torch.Tensor:
         return torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # a GPU does not zero it either
 
-    def ops(self, view: BlockView) -> BlockOps:
+    def ops(self) -> BlockOps:
         return _QueuedOps()
 
 

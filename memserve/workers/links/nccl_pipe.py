@@ -19,19 +19,26 @@ from typing import Protocol
 import torch
 
 from memserve.errors import TransferError
-from memserve.ops.blocks import BlockOps, CudaBlockOps, Method
+from memserve.ops.blocks import BlockOps, CudaBlockOps
 from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
 from memserve.types import BlockId
-from memserve.workers.links.ipc import ENGINE_RUN_BYTES, Event
-from memserve.workers.links.nccl_wire import Pieces
+from memserve.workers.links.ipc import Event
+from memserve.workers.links.nccl_wire import Pieces, Schedule
 
-CHUNK_BYTES = 64 << 20
-"""170 µs at NVLink's speed, in which the host can queue the next one. A longer chunk shows in the
-gather and the scatter at the ends, which nothing overlaps. `bench/fig11_transfer.py --sweep`."""
-NUM_SLOTS = 3
-"""Staging buffers: one that is filled, one on the way, and one for whoever is late."""
+CHUNK_BYTES = 384 << 20
+"""At most. Few launches: each costs the host 150 µs, and the way 20. `bench/fig11_transfer.py
+--sweep` compares."""
+EDGE_BYTES = 64 << 20
+"""Of the first and the last chunk: their gather and their scatter overlap with nothing. They take
+180 µs on the way, in which the host launches the next chunk, and a longer one is gathered."""
+NUM_SLOTS = 2
+"""Staging buffers of the largest chunk: one is on the way while the other is filled or emptied.
+They cost each GPU 768 MiB for each peer and direction, from the opening on."""
+COPY_SMS = 48
+"""Multiprocessors that gather and scatter, in a small part of the time that sending takes. Copy
+engines would leave them to the engine, but a call for them takes the host up to 0.1 ms longer."""
 
 
 class Gpu(Protocol):
@@ -53,8 +60,8 @@ class Gpu(Protocol):
         """Uninitialised bytes, uint8, shape `[size_bytes]`. Raises: TransferError (no room)."""
         ...
 
-    def ops(self, view: BlockView) -> BlockOps:
-        """For copies between these blocks and staging memory, by the calling thread."""
+    def ops(self) -> BlockOps:
+        """For copies between blocks and staging memory, by the calling thread."""
         ...
 
 
@@ -87,9 +94,8 @@ class CudaGpu:
         except torch.OutOfMemoryError as error:
             raise TransferError(f"no {size_bytes >> 20} MiB for staging: {error}") from error
 
-    def ops(self, view: BlockView) -> BlockOps:
-        method = Method.BATCH if view.run_bytes >= ENGINE_RUN_BYTES else Method.AUTO
-        return CudaBlockOps(self._library, method=method)
+    def ops(self) -> BlockOps:
+        return CudaBlockOps(self._library, max_sms=COPY_SMS)
 
 
 def gpu_identity(device: torch.device) -> str:
@@ -105,18 +111,18 @@ class Pipe:
         gpu: Gpu,
         communicator: Communicator,
         view: BlockView,
-        chunk_blocks: int,
+        schedule: Schedule,
         pieces: Pieces,
     ) -> None:
         """Raises: TransferError (no room for the staging buffers)."""
         self._gpu = gpu
         self._communicator = communicator
         self._view = view
-        self._chunk_blocks = chunk_blocks
+        self._schedule = schedule
         self._pieces = pieces
-        self._ops = gpu.ops(view)
+        self._ops = gpu.ops()
         count = NUM_SLOTS if pieces is Pieces.STAGED else 0
-        self._slots = [gpu.staging(chunk_blocks * view.block_bytes) for _ in range(count)]
+        self._slots = [gpu.staging(schedule.chunk_blocks * view.block_bytes) for _ in range(count)]
         self._free_at: list[Event | None] = [None] * count
         """When the slot's last contents have left it."""
         self._turn = 0
@@ -173,7 +179,7 @@ class OutPipe(Pipe):
         A launch takes the host as long as a gather's call: the next one is made meanwhile.
         """
         slot_before: int | None = None
-        for part in chunks(ids, self._chunk_blocks):
+        for part in chunks(ids, self._schedule):
             slot, launches = None, self._in_place(part)
             if launches is None:
                 slot = self._next_slot()
@@ -208,7 +214,7 @@ class InPipe(Pipe):
         """Queue the arrival of these blocks: as `OutPipe.transfer`, with the scatter of what came
         before for the gather of what comes next."""
         before: tuple[int, Sequence[BlockId]] | None = None
-        for part in chunks(ids, self._chunk_blocks):
+        for part in chunks(ids, self._schedule):
             slot, launches = None, self._in_place(part)
             if launches is None:
                 slot = self._next_slot()
@@ -233,10 +239,12 @@ class InPipe(Pipe):
         self._free_at[slot] = self._copies.record_event()
 
 
-def chunks(ids: Sequence[BlockId], chunk_blocks: int) -> Iterator[Sequence[BlockId]]:
-    """The same at both ends, whatever lies where."""
-    for start in range(0, len(ids), chunk_blocks):
-        yield ids[start : start + chunk_blocks]
+def chunks(ids: Sequence[BlockId], schedule: Schedule) -> Iterator[Sequence[BlockId]]:
+    """All of them, in order."""
+    end = 0
+    for size in schedule.sizes(len(ids)):
+        start, end = end, end + size
+        yield ids[start:end]
 
 
 def _run(view: BlockView, ids: Sequence[BlockId]) -> torch.Tensor | None:

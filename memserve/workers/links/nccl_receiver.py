@@ -87,7 +87,7 @@ class Receiver(LinkThread):
             wire.send(Welcome())
             communicator = self._machinery.fabric.join(hello.unique_id, rank=1)
             self._until(communicator.progress, settings.open_s, "making the communicator")
-            pipe = InPipe(self._machinery.gpu, communicator, view, hello.chunk_blocks, hello.pieces)
+            pipe = InPipe(self._machinery.gpu, communicator, view, hello.schedule, hello.pieces)
             self._work(communicator, pipe, view.block_bytes)
         except PeerGoneError:
             logger.debug("%s has ended", self._thread.name)

@@ -64,7 +64,7 @@ class Sender(LinkThread):
         self._view = view
         self._peer = peer
         self._path = path
-        self._chunk_blocks = max(1, self._settings.chunk_bytes // view.block_bytes)
+        self._schedule = self._settings.schedule(view.block_bytes, view.num_blocks)
         self._inbox: deque[Job] = deque()
         self._pending: dict[int, Job] = {}
         self._completed: deque[Job] = deque()
@@ -130,7 +130,7 @@ class Sender(LinkThread):
                 self._machinery.gpu,
                 communicator,
                 self._view,
-                self._chunk_blocks,
+                self._schedule,
                 self._settings.pieces,
             )
             self._warm_up(communicator, pipe)
@@ -171,7 +171,7 @@ class Sender(LinkThread):
                 unique_id=unique_id,
                 heads=self._peer.peer_heads,
                 block_bytes=self._view.block_bytes,
-                chunk_blocks=self._chunk_blocks,
+                schedule=self._schedule,
                 pieces=self._settings.pieces,
             )
         )

@@ -49,6 +49,28 @@ class Pieces(enum.Enum):
     """The same, one piece and one launch for each layer of each block."""
 
 
+class Schedule(msgspec.Struct, frozen=True):
+    """How a transfer is cut into chunks: both ends must do it alike, whatever lies where."""
+
+    edge_blocks: int
+    """Of the first and of the last chunk of a long transfer, which nothing overlaps."""
+    chunk_blocks: int
+    """At most, of the others; not fewer than `edge_blocks`."""
+
+    def sizes(self, num_blocks: int) -> list[int]:
+        """Blocks of each chunk, in order; what lies between the edges is cut into equal parts."""
+        inner = num_blocks - 2 * self.edge_blocks
+        if inner <= 0:
+            return _equal_parts(num_blocks, self.edge_blocks)
+        edge = [self.edge_blocks]
+        return [*edge, *_equal_parts(inner, self.chunk_blocks), *edge]
+
+
+def _equal_parts(total: int, most: int) -> list[int]:
+    count = -(-total // most)
+    return [(part + 1) * total // count - part * total // count for part in range(count)]
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Opens a direction. What names the peer tells the receiver that it is the one meant."""
 
@@ -62,7 +84,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of the receiver's pages; None: all."""
     block_bytes: int
     """Of a block, those heads alone."""
-    chunk_blocks: int
+    schedule: Schedule
     pieces: Pieces
 
 

@@ -20,13 +20,15 @@ import msgspec
 
 from memserve.errors import TransferError
 from memserve.ops.nccl import Communicator, Fabric
-from memserve.workers.links.nccl_pipe import CHUNK_BYTES, Gpu, Pipe
-from memserve.workers.links.nccl_wire import Pieces, Wake, Wire
+from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES, Gpu, Pipe
+from memserve.workers.links.nccl_wire import Pieces, Schedule, Wake, Wire
+from memserve.workers.sleeps import sleep_exactly
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 20e-6
-"""Between two looks at the GPU while something is under way: what is late by it costs bandwidth."""
+"""Between two looks at the GPU while something is under way: what is late by it costs bandwidth;
+far shorter, and the engine's thread and this one would be in each other's way."""
 
 _QUICK_LOOKS = 20
 """Without a pause between them: a launch takes less time than the shortest sleep."""
@@ -36,6 +38,7 @@ class NcclSettings(msgspec.Struct, frozen=True):
     """How transfers are cut up, and how long each wait may take."""
 
     chunk_bytes: int = CHUNK_BYTES
+    edge_bytes: int = EDGE_BYTES
     pieces: Pieces = Pieces.STAGED
     chunks_ahead: int = 16
     """Queued on the stream at most: more than the engine's thread can hold this one up for, and
@@ -46,6 +49,11 @@ class NcclSettings(msgspec.Struct, frozen=True):
     """Without any progress of a transfer, the way is taken for broken."""
     quiet_s: float = 2.0
     """When closing: for the peer's word that it writes nothing any more."""
+
+    def schedule(self, block_bytes: int, num_blocks: int) -> Schedule:
+        """In blocks of that size: one at least, and no more than there are."""
+        edge = min(num_blocks, max(1, self.edge_bytes // block_bytes))
+        return Schedule(edge, max(edge, min(num_blocks, self.chunk_bytes // block_bytes)))
 
 
 class Machinery(msgspec.Struct, frozen=True):
@@ -97,6 +105,7 @@ class LinkThread(ABC):
         """In the thread, on its GPU. May end in ClosingError."""
 
     def _main(self) -> None:
+        sleep_exactly()
         try:
             self._machinery.gpu.enter()
             self._run()

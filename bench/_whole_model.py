@@ -1,6 +1,6 @@
 """A cost model that looks at whole prefills only, to compare with (the paper: figure 14).
 
-`cost_fit.py` fits what MemServe uses.
+`memserve/core/cost_fit.py` fits what MemServe uses.
 """
 
 from __future__ import annotations
