@@ -79,6 +79,9 @@ class LinkThread(ABC):
         self._wake = Wake()
         self._wire: Wire | None = None
         self._is_closing = False
+        self._num_under_way = 0
+        self._progress_at = 0.0
+        """When a transfer was queued, got on or ended last."""
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
@@ -136,6 +139,18 @@ class LinkThread(ABC):
             num_looks += 1
             if num_looks > _QUICK_LOOKS:
                 time.sleep(POLL_S)
+
+    def _has_queued(self, pipe: Pipe) -> None:
+        """A transfer is under way: from now on it has to make progress."""
+        self._num_under_way, self._progress_at = pipe.num_under_way, self._clock()
+
+    def _require_progress(self, pipe: Pipe) -> None:
+        """While transfers are under way. Raises: TransferError if nothing has moved in time."""
+        num_before, self._num_under_way = self._num_under_way, pipe.num_under_way
+        if self._num_under_way < num_before:
+            self._progress_at = self._clock()
+        if self._clock() > self._progress_at + self._settings.stall_s:
+            raise TransferError(f"no progress in {self._settings.stall_s:g} s")
 
     def _idle(self, wire: Wire, timeout_s: float | None = None) -> None:
         """Sleep until the peer speaks or `_wake` is set."""
