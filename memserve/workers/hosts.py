@@ -274,10 +274,7 @@ class RankedKvHost(_LoopHost):
 
     @property
     def addresses(self) -> dict[str, tuple[str, ...]]:
-        return {
-            kind: tuple(joined.addresses[kind] for joined in self._joined)
-            for kind in self._joined[0].addresses
-        }
+        return common_addresses([joined.addresses for joined in self._joined])
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -319,6 +316,15 @@ def require_alike(first: Geometry, other: Geometry) -> None:
         raise StartError(
             f"the KV of rank {other.tp_rank} lies unlike that of rank 0: {', '.join(differing)}"
         )
+
+
+def common_addresses(ranks: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
+    """Kind of link → each rank's address, of the kinds that all ranks have, in the first's order.
+
+    `ranks`: each rank's addresses by kind. A rank may lack one that others have (NCCL).
+    """
+    shared = [kind for kind in ranks[0] if all(kind in addresses for addresses in ranks)]
+    return {kind: tuple(addresses[kind] for addresses in ranks) for kind in shared}
 
 
 def _require_own_memory(memory: KvMemory, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ import torch
 from memserve.errors import StartError
 from memserve.messages import PeerJoined
 from memserve.types import Geometry, InstanceId, TransferStyle
-from memserve.workers.hosts import Home, RankedKvHost, require_alike
+from memserve.workers.hosts import Home, RankedKvHost, common_addresses, require_alike
 from memserve.workers.kvbuffer import KvBuffer
 from tests.contract.rank_rig import rank_geometry
 from tests.integration.cluster_harness import until
@@ -131,6 +131,14 @@ def test_ranks_cannot_be_started_anew() -> None:
     with pytest.raises(StartError, match="have to be forked"):
         pickle.dumps(host)
     host.close()
+
+
+def test_only_kinds_of_links_that_all_ranks_have_are_offered() -> None:
+    both = [{"ipc": "a", "nccl": "b"}, {"ipc": "c", "nccl": "d"}]
+    assert common_addresses(both) == {"ipc": ("a", "c"), "nccl": ("b", "d")}
+    assert list(common_addresses(both)) == ["ipc", "nccl"]  # the fastest first
+    for ranks in ([*both, {"ipc": "e"}], [{"ipc": "e"}, *both]):
+        assert common_addresses(ranks).keys() == {"ipc"}
 
 
 def test_ranks_whose_kv_lies_differently_are_refused() -> None:
