@@ -128,16 +128,9 @@ class Receiver(LinkThread):
         """Queue the arrival of one transfer."""
         if not isinstance(announced, Announce):
             raise TransferError("the peer greets twice")
-        ahead, stall_s = self._settings.chunks_ahead, self._settings.stall_s
-        for _ in pipe.transfer(announced.block_ids):
-            self._until(
-                lambda: communicator.progress() and pipe.num_under_way < ahead,
-                stall_s,
-                "the chunks before",
-            )
+        self._queue(communicator, pipe, announced.block_ids)
         size_bytes = len(announced.block_ids) * block_bytes
         self._arriving.append(_Arrival(announced.number, size_bytes, pipe.mark()))
-        self._has_queued(pipe)
 
     def _look(self) -> None:
         """Also says what has arrived."""

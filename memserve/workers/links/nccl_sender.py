@@ -210,14 +210,7 @@ class Sender(LinkThread):
         self._number += 1
         self._pending[self._number] = job
         self._wire.send(Announce(self._number, list(job.target_ids)))
-        ahead, stall_s = self._settings.chunks_ahead, self._settings.stall_s
-        for _ in pipe.transfer(job.source_ids):
-            self._until(
-                lambda: communicator.progress() and pipe.num_under_way < ahead,
-                stall_s,
-                "the chunks before",
-            )
-        self._has_queued(pipe)
+        self._queue(communicator, pipe, job.source_ids)
 
     def _look(self) -> None:
         assert self._wire is not None

@@ -14,13 +14,14 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from memserve.errors import TransferError
 from memserve.ops.nccl import Communicator, Fabric
-from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES, Gpu, Pipe
+from memserve.types import BlockId
+from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES, Gpu, InPipe, OutPipe, Pipe
 from memserve.workers.links.nccl_wire import Pieces, Schedule, Wake, Wire
 from memserve.workers.sleeps import sleep_exactly
 
@@ -140,8 +141,21 @@ class LinkThread(ABC):
             if num_looks > _QUICK_LOOKS:
                 time.sleep(POLL_S)
 
-    def _has_queued(self, pipe: Pipe) -> None:
-        """A transfer is under way: from now on it has to make progress."""
+    def _queue(
+        self, communicator: Communicator, pipe: InPipe | OutPipe, ids: Sequence[BlockId]
+    ) -> None:
+        """All chunks of a transfer, each as soon as few enough are ahead of it.
+
+        Raises: ClosingError, TransferError.
+        """
+        for _ in pipe.transfer(ids):
+            self._until(
+                lambda: (
+                    communicator.progress() and pipe.num_under_way < self._settings.chunks_ahead
+                ),
+                self._settings.stall_s,
+                "the chunks before",
+            )
         self._num_under_way, self._progress_at = pipe.num_under_way, self._clock()
 
     def _require_progress(self, pipe: Pipe) -> None:
