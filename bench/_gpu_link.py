@@ -97,13 +97,15 @@ def _open(source: Any, peer: Peer, memory: Any) -> Any:
     import torch
 
     from memserve.ops.blocks import library_for
-    from memserve.types import InstanceId
+    from memserve.types import InstanceId, TransferStyle
     from memserve.workers.links.base import RankPeer
     from memserve.workers.links.ipc import open_ipc
 
     device = torch.device("cuda", 0)
     there = RankPeer(InstanceId("D0"), 1, geometry(), peer.address)
-    return open_ipc(source, geometry(), there, memory, device, library_for(device))
+    return open_ipc(
+        source, geometry(), there, memory, device, library_for(device), TransferStyle.REQUEST
+    )
 
 
 def _send_and_compare(link: Any, source: Any, peer: Peer) -> float:

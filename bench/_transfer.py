@@ -17,7 +17,7 @@ from bench.ops_blocks import BLOCK_SIZE, LLAMA_2_13B, LLAMA_3_1_8B, Shape
 from memserve.ops.blocks import BlockOps, CudaBlockOps, Method, TorchBlockOps, library_for
 from memserve.ops.device_memory import CudaDeviceMemory
 from memserve.ops.nccl import MAX_CTAS, NcclFabric
-from memserve.types import Geometry, InstanceId
+from memserve.types import Geometry, InstanceId, TransferStyle
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.base import Link, Rank, RankPeer
@@ -91,7 +91,9 @@ class CudaPlatform:
 
     def open(self, buffer: OwnBuffer, blocks: Geometry, peer: RankPeer) -> Link:
         assert isinstance(buffer, GpuBuffer)
-        return open_ipc(buffer, blocks, peer, self._memory, self.device, self._library)
+        return open_ipc(
+            buffer, blocks, peer, self._memory, self.device, self._library, TransferStyle.REQUEST
+        )
 
     def endpoint(
         self,

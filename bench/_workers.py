@@ -50,7 +50,7 @@ from memserve.messages import (
     TransmitFailed,
 )
 from memserve.ops.blocks import library_for
-from memserve.types import BlockId, InstanceId, Namespace, RequestId, TransferId
+from memserve.types import BlockId, InstanceId, Namespace, RequestId, TransferId, TransferStyle
 from memserve.workers.links import nccl
 from memserve.workers.links.base import Link, Rank, rank_peer
 from memserve.workers.links.nccl_worker import NcclSettings
@@ -114,6 +114,7 @@ class Worker:
             config.instance,
             config.epoch,
             self._port.send,
+            TransferStyle.REQUEST,
         )
         self._is_stopping = False
         self._asked = b""
@@ -150,7 +151,7 @@ class Worker:
         self._port.close()
 
     def _open(self, peer: PeerJoined) -> Link:
-        one = rank_peer(self._config.link, peer)
+        one = rank_peer(self._config.link, peer, 0)
         if self._config.link == nccl.KIND:
             return self._endpoint.open(one)
         return self._platform.open(self._buffer, self._blocks, one)

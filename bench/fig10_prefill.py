@@ -36,7 +36,7 @@ from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
 from memserve.messages import encode  # noqa: E402
-from memserve.types import InstanceId  # noqa: E402
+from memserve.types import InstanceId, TransferStyle  # noqa: E402
 from memserve.workers.compat import Engine, make_config  # noqa: E402
 from memserve.workers.engine_pool import EnginePool  # noqa: E402
 from memserve.workers.index_reports import IndexReports  # noqa: E402
@@ -74,7 +74,14 @@ class WithMemServe:
         """Spent in MemServe's calls."""
         self._mempool: MemPool | None = None
         config = make_config(
-            model, ENGINE, engine_id="bench", kv_bytes=KV_BYTES, layout=layout, host=self
+            model,
+            ENGINE,
+            engine_id="bench",
+            kv_bytes=KV_BYTES,
+            layout=layout,
+            host=self,
+            style=TransferStyle.REQUEST,
+            tp=1,
         )
         self.engine = Engine(config)
         self.mempool = MemPool(

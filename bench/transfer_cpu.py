@@ -35,7 +35,7 @@ from memserve.messages import (
     Sent,
     Transmit,
 )
-from memserve.types import Geometry, InstanceId, Namespace, RequestId, TransferId
+from memserve.types import Geometry, InstanceId, Namespace, RequestId, TransferId, TransferStyle
 from memserve.workers.engine_pool import EnginePool, resume_hashing
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.base import rank_peer
@@ -95,10 +95,11 @@ class Side:
         self.transfers = Transfers(
             self.mempool,
             self.geometry,
-            lambda peer: open_shm(self.buffer, self.geometry, rank_peer(KIND, peer)),
+            lambda peer: open_shm(self.buffer, self.geometry, rank_peer(KIND, peer, 0)),
             self.id,
             1,
             self.events.append,
+            TransferStyle.REQUEST,
         )
 
     def last(self, kind: type[_EventT]) -> _EventT:

@@ -186,10 +186,15 @@ class Geometry(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, layer_offsets=(self.layer_offsets[layer],))
 
     @property
-    def is_aggregated(self) -> bool:
-        """Whether the pages of a block are contiguous (one copy moves a block)."""
+    def has_whole_blocks(self) -> bool:
+        """Whether the pages of a block touch each other (blocks may still lie apart)."""
         first = self.layer_offsets[0]
-        return self.block_stride == self.block_bytes and all(
+        return all(
             offset == first + layer * self.page_bytes
             for layer, offset in enumerate(self.layer_offsets)
         )
+
+    @property
+    def is_aggregated(self) -> bool:
+        """Whether blocks are whole and touch each other, too: one copy moves neighbours."""
+        return self.has_whole_blocks and self.block_stride == self.block_bytes

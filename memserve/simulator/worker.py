@@ -48,7 +48,7 @@ from memserve.simulator.clock import EventQueue
 from memserve.simulator.engine import EngineLimits, Run, SimulatedEngine, Step
 from memserve.simulator.link import SimulatedLink, Ways
 from memserve.simulator.workload import Piece, tokens_of
-from memserve.types import Geometry, InstanceId, Namespace, RequestId
+from memserve.types import Geometry, InstanceId, Namespace, RequestId, TransferStyle
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.mempool import MemPool
 from memserve.workers.pools import PlainPool
@@ -108,6 +108,7 @@ class SimulatedWorker:
             seat.instance,
             seat.epoch,
             self._emit_of_transfers,
+            TransferStyle.REQUEST,
         )
         self.engine = SimulatedEngine(
             self.mempool, costs, hardware.limits, queue.now, self, slowdown

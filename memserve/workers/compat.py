@@ -82,8 +82,8 @@ def make_config(
     kv_bytes: int | None,
     layout: str,
     host: ConnectorHost,
-    style: TransferStyle = TransferStyle.REQUEST,
-    tp: int = 1,
+    style: TransferStyle,
+    tp: int,
 ) -> VllmConfig:
     """The engine's configuration.
 
@@ -101,17 +101,9 @@ def make_config(
     if current_platform.is_cpu() and layout != "layer_first":
         _allow_block_first_on_cpu()
     wanted = _LAYER_FIRST if layout == "layer_first" else _BLOCK_FIRST
-    transfer = KVTransferConfig(
-        kv_connector="MemServeConnector",
-        kv_connector_module_path="memserve.workers.connector",
-        kv_role="kv_both",
-        engine_id=engine_id,
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={HOST_KEY: host, LAYOUT_KEY: wanted.name, STYLE_KEY: style},
-    )
     arguments = EngineArgs(
         model=model,
-        kv_transfer_config=transfer,
+        kv_transfer_config=_connector(engine_id, host, wanted, style),
         kv_cache_memory_bytes=kv_bytes,
         enable_prefix_caching=True,
         tensor_parallel_size=tp,
@@ -125,6 +117,19 @@ def make_config(
         if current_platform.is_cpu() and len(os.sched_getaffinity(0)) < 2 * tp:
             _let_ranks_sleep()
     return config
+
+
+def _connector(
+    engine_id: str, host: ConnectorHost, layout: KVCacheLayout, style: TransferStyle
+) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="MemServeConnector",
+        kv_connector_module_path="memserve.workers.connector",
+        kv_role="kv_both",
+        engine_id=engine_id,
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={HOST_KEY: host, LAYOUT_KEY: layout.name, STYLE_KEY: style},
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Where vLLM calls us: the hooks of its KV connector interface.
 
-Collaborators: vLLM builds one connector for the scheduler and one for the model's worker, both in
-this process; both find their host (`engine_loop.py`) in the configuration that `compat.py` made.
+Collaborators: vLLM builds one connector for the scheduler and one for each rank of the model, in
+this process or in the rank's own; all find their host (`hosts.py`), or that process's copy of it,
+in the configuration that `compat.py` made.
 Nothing is loaded here: KV that arrives is inserted into the block pool, where the request finds it
 as an ordinary prefix hit. So most hooks have nothing to do.
 """
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ConnectorHost(Protocol):
-    """Whoever has to know what the engine does. All calls come from the engine's own thread."""
+    """Whoever has to know what the engine does. All calls come from the thread that computes."""
 
     def kv_cache_memory(self) -> AbstractContextManager[None] | None:
         """Around the allocation of the KV cache; None leaves it to vLLM."""

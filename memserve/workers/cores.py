@@ -42,13 +42,13 @@ def fastest_cores(count: int) -> tuple[int, ...]:
         return timed_host_work()
 
     try:
-        return rank(candidates, on)[:count]
+        return quickest_first(candidates, on)[:count]
     finally:
         os.sched_setaffinity(0, allowed)
 
 
-def rank(cores: Sequence[int], measure: Callable[[int], float]) -> tuple[int, ...]:
-    """By the median of several passes over all of them, the quickest first."""
+def quickest_first(cores: Sequence[int], measure: Callable[[int], float]) -> tuple[int, ...]:
+    """By the median of several passes over all of them."""
     passes = [[measure(core) for core in cores] for _ in range(_PASSES)]
     medians = [sorted(times)[_PASSES // 2] for times in zip(*passes, strict=True)]
     return tuple(core for _, core in sorted(zip(medians, cores, strict=True)))

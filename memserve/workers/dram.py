@@ -374,7 +374,7 @@ def _views(
     """Of the blocks and of the slots: in as few and as long rows as the blocks' layout allows."""
     offsets: Sequence[int] = geometry.layer_offsets
     page = geometry.page_bytes
-    if all(offset == offsets[0] + layer * page for layer, offset in enumerate(offsets)):
+    if geometry.has_whole_blocks:
         offsets, page = offsets[:1], geometry.block_bytes
     rows = Rows(count=1, size_bytes=page, stride=page)
     blocks = BlockView(

@@ -8,7 +8,7 @@ copy engines at the speed of the link between the two. Two instances that share 
 other's memory in the same way. A mapping keeps the memory alive: when the owner's process dies, the
 survivor may still write there, to no purpose and without harm, until it closes the mapping.
 
-Collaborators: `compat.py` puts vLLM's KV cache into `GpuBuffer.tensor`; `links/ipc.py` writes into
+Collaborators: `kv_memory.py` gives vLLM's KV cache `GpuBuffer.tensor`; `links/ipc.py` writes into
 `PeerGpuBuffer.tensor`; `ops/device_memory.py` is CUDA.
 """
 

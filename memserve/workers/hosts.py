@@ -127,9 +127,7 @@ class _LoopHost:
 class OwnKvHost(_LoopHost):
     """An instance of one rank."""
 
-    def __init__(
-        self, model: str, device: str, home: Home, style: TransferStyle = TransferStyle.REQUEST
-    ) -> None:
+    def __init__(self, model: str, device: str, home: Home, style: TransferStyle) -> None:
         super().__init__(model, style)
         self._memory = kv_memory(device, home.rank(0), home.folder)
         self._geometry: Geometry | None = None
@@ -181,7 +179,7 @@ class RankedKvHost(_LoopHost):
         device: str,
         home: Home,
         tp: int,
-        style: TransferStyle = TransferStyle.REQUEST,
+        style: TransferStyle,
     ) -> None:
         super().__init__(model, style)
         self._home = home
@@ -247,12 +245,10 @@ class RankedKvHost(_LoopHost):
         ).start()
 
     def _serve(self, agent: RankAgent, memory: KvMemory, rank: int) -> None:
-        def prepare() -> None:
-            if self._device == "cuda":
-                torch.cuda.set_device(rank)
-
         try:
-            agent.serve(prepare)
+            if self._device == "cuda":
+                torch.cuda.set_device(rank)  # of this thread, before any link
+            agent.serve()
             memory.close()
         except Exception:  # the thread's boundary: without its agent the rank is of no use
             logger.exception("rank %d cannot move KV any more", rank)
@@ -278,10 +274,7 @@ class RankedKvHost(_LoopHost):
 
     @property
     def addresses(self) -> dict[str, tuple[str, ...]]:
-        return {
-            kind: tuple(joined.addresses[kind] for joined in self._joined)
-            for kind in self._joined[0].addresses
-        }
+        return common_addresses([joined.addresses for joined in self._joined])
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -304,7 +297,7 @@ def make_host(
     device: str,
     home: Home,
     tp: int,
-    style: TransferStyle = TransferStyle.REQUEST,
+    style: TransferStyle,
 ) -> OwnKvHost | RankedKvHost:
     """For an instance of `tp` ranks."""
     if tp == 1:
@@ -323,6 +316,15 @@ def require_alike(first: Geometry, other: Geometry) -> None:
         raise StartError(
             f"the KV of rank {other.tp_rank} lies unlike that of rank 0: {', '.join(differing)}"
         )
+
+
+def common_addresses(ranks: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
+    """Kind of link → each rank's address, of the kinds that all ranks have, in the first's order.
+
+    `ranks`: each rank's addresses by kind. A rank may lack one that others have (NCCL).
+    """
+    shared = [kind for kind in ranks[0] if all(kind in addresses for addresses in ranks)]
+    return {kind: tuple(addresses[kind] for addresses in ranks) for kind in shared}
 
 
 def _require_own_memory(memory: KvMemory, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -53,11 +53,11 @@ class KvMemory(Protocol):
         """Kind of link → where peers find the buffer."""
         ...
 
-    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle) -> Openers:
         """Kind of link → how to open one to one rank of a peer; fastest first. Empty before `make`.
 
         From now on `addresses` has all these kinds, too. `geometry`: of this rank. Each opener
-        takes a `RankPeer`, and what it opens moves the heads that are named there. Raises:
+        takes a `RankPeer`, opens what moves the heads that are named there, and may raise
         TransferError.
         """
         ...
@@ -86,7 +86,7 @@ class HostKvMemory:
     def addresses(self) -> dict[str, str]:
         return {} if self._buffer is None else {shm.KIND: self._buffer.address}
 
-    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle) -> Openers:
         buffer = self._buffer
         if buffer is None:
             return {}
@@ -130,7 +130,7 @@ class GpuKvMemory:
             addresses[nccl.KIND] = self._endpoint.address
         return addresses
 
-    def openers(self, geometry: Geometry, style: TransferStyle = TransferStyle.REQUEST) -> Openers:
+    def openers(self, geometry: Geometry, style: TransferStyle) -> Openers:
         buffer, memory, library = self._buffer, self._memory, self._library
         if buffer is None or memory is None or library is None:
             return {}
@@ -153,21 +153,20 @@ class GpuKvMemory:
     def _make_endpoint(
         self, buffer: GpuBuffer, geometry: Geometry, library: BlockCopyLibrary, style: TransferStyle
     ) -> NcclEndpoint | None:
+        pieces = Pieces.PAGES if style is TransferStyle.DISCRETE else Pieces.STAGED
+        gpu, settings = CudaGpu(self._device, library), NcclSettings(pieces=pieces)
         try:
-            fabric = NcclFabric()
-        except StartError as error:
+            return NcclEndpoint(
+                self._rank,
+                buffer.tensor,
+                geometry,
+                Machinery(NcclFabric(), gpu, settings),
+                folder=self._folder,
+                gpu=gpu_identity(self._device),
+            )
+        except StartError as error:  # peers are still reached by the other kind
             logger.warning("no links of kind nccl: %s", error)
             return None
-        pieces = Pieces.PAGES if style is TransferStyle.DISCRETE else Pieces.STAGED
-        machinery = Machinery(fabric, CudaGpu(self._device, library), NcclSettings(pieces=pieces))
-        return NcclEndpoint(
-            self._rank,
-            buffer.tensor,
-            geometry,
-            machinery,
-            folder=self._folder,
-            gpu=gpu_identity(self._device),
-        )
 
 
 def kv_memory(device: str, rank: Rank, folder: Path) -> KvMemory:

@@ -33,7 +33,7 @@ from memserve.workers.compat import Engine, make_config
 from memserve.workers.engine_loop import EngineLoop
 from memserve.workers.engine_pool import EnginePool
 from memserve.workers.environment import set_engine_environment
-from memserve.workers.hosts import Home, KvHost, RankedKvHost, make_host
+from memserve.workers.hosts import Home, KvHost, OwnKvHost, RankedKvHost, make_host
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.links.choice import LinkChoice
 from memserve.workers.mempool import MemPool
@@ -103,19 +103,7 @@ class Worker:
         home = Home(spec.instance, spec.epoch, Path(spec.run_dir))
         self._host = host = make_host(spec.model, spec.device, home, spec.tp, spec.style)
         started_at = time.monotonic()
-        config = make_config(
-            spec.model,
-            spec.engine,
-            engine_id=f"{spec.instance}/{spec.epoch}",
-            kv_bytes=None if spec.kv_bytes is None else spec.kv_bytes // spec.tp,
-            layout=spec.layout,
-            host=host,
-            style=spec.style,
-            tp=spec.tp,
-        )
-        if isinstance(host, RankedKvHost):
-            host.total_kv_heads = config.model_config.get_total_num_kv_heads()
-            _tie_forks_to_their_parents()
+        config = _configure(spec, host)
         configured_at = time.monotonic()
         with _turn_on_gpus(spec.gpu_locks):
             turned_at = time.monotonic()
@@ -154,23 +142,13 @@ class Worker:
             time.monotonic,
         )
         host.loop = self.loop
-        port.send(
-            Ready(
-                instance=spec.instance,
-                epoch=spec.epoch,
-                protocol=PROTOCOL_VERSION,
-                geometry=geometry,
-                addresses=host.addresses,
-                max_model_len=self._engine.max_model_len,
-                stats=self.loop.stats(),
-                startup_s={
-                    "config": configured_at - started_at,
-                    **({"turn": turned_at - configured_at} if spec.gpu_locks else {}),
-                    "model": host.asked_for_memory_at - turned_at,
-                    "kv cache": built_at - host.asked_for_memory_at,
-                },
-            )
-        )
+        startup_s = {
+            "config": configured_at - started_at,
+            **({"turn": turned_at - configured_at} if spec.gpu_locks else {}),
+            "model": host.asked_for_memory_at - turned_at,
+            "kv cache": built_at - host.asked_for_memory_at,
+        }
+        port.send(self._ready(spec, geometry, startup_s))
 
     def run(self) -> None:
         """Serve until told to stop, then give everything back."""
@@ -181,6 +159,18 @@ class Worker:
         self._engine.shutdown()
         self._host.close()
         self._port.close()
+
+    def _ready(self, spec: WorkerSpec, geometry: Geometry, startup_s: dict[str, float]) -> Ready:
+        return Ready(
+            instance=spec.instance,
+            epoch=spec.epoch,
+            protocol=PROTOCOL_VERSION,
+            geometry=geometry,
+            addresses=self._host.addresses,
+            max_model_len=self._engine.max_model_len,
+            stats=self.loop.stats(),
+            startup_s=startup_s,
+        )
 
     def _make_swaps(self, spec: WorkerSpec, geometry: Geometry, mempool: MemPool) -> Swaps:
         if not spec.dram_bytes:
@@ -197,6 +187,24 @@ class Worker:
             costs=CostModel(spec.profile, geometry.tp_size),
             clock=time.monotonic,
         )
+
+
+def _configure(spec: WorkerSpec, host: OwnKvHost | RankedKvHost) -> VllmConfig:
+    """Raises: ConfigError, StartError; what vLLM raises."""
+    config = make_config(
+        spec.model,
+        spec.engine,
+        engine_id=f"{spec.instance}/{spec.epoch}",
+        kv_bytes=None if spec.kv_bytes is None else spec.kv_bytes // spec.tp,
+        layout=spec.layout,
+        host=host,
+        style=spec.style,
+        tp=spec.tp,
+    )
+    if isinstance(host, RankedKvHost):
+        host.total_kv_heads = config.model_config.get_total_num_kv_heads()
+        _tie_forks_to_their_parents()
+    return config
 
 
 def _build_engine(config: VllmConfig, spec: WorkerSpec, host: KvHost) -> Engine:

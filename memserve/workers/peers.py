@@ -42,7 +42,15 @@ from memserve.messages import (
     decode_event,
     encode,
 )
-from memserve.types import BlockId, Geometry, InstanceId, Namespace, RequestId, TransferId
+from memserve.types import (
+    BlockId,
+    Geometry,
+    InstanceId,
+    Namespace,
+    RequestId,
+    TransferId,
+    TransferStyle,
+)
 from memserve.workers.kvbuffer import KvBuffer
 from memserve.workers.links.base import Link, rank_peer, require_compatible
 from memserve.workers.links.shm import KIND, open_shm
@@ -94,7 +102,13 @@ class SharedPool:
         self._connection = connection
         self._hello = _hello(name, buffer, geometry)
         self._transfers = Transfers(
-            mempool, geometry, _no_link, InstanceId(name), _EPOCH, self._answer
+            mempool,
+            geometry,
+            _no_link,
+            InstanceId(name),
+            _EPOCH,
+            self._answer,
+            TransferStyle.REQUEST,
         )
 
     def serve(self, patience_s: float) -> bool:
@@ -218,7 +232,7 @@ class RemotePool:
         if not isinstance(peer, PeerJoined):
             raise ProtocolError(f"a peer answered {type(peer).__name__}, not PeerJoined")
         require_compatible(hello.geometry, peer.geometry, hello.peer, peer.peer)
-        return open_shm(buffer, hello.geometry, rank_peer(KIND, peer))
+        return open_shm(buffer, hello.geometry, rank_peer(KIND, peer, 0))
 
     def _allocate(self, token_ids: Sequence[int], namespace: Namespace) -> Allocated:
         request_id = RequestId(self._new_id())

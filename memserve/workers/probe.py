@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 from memserve.core.cost_samples import DecodeSample, PrefillSample
 from memserve.core.profile import ModelShape
 from memserve.errors import StartError
-from memserve.types import BlockId, Namespace
+from memserve.types import BlockId, Namespace, TransferStyle
 from memserve.workers.compat import Engine, StepLimits, make_config, step_limits
 from memserve.workers.cores import timed_host_work
 
@@ -93,6 +93,7 @@ class EngineProbe:
             kv_bytes=kv_bytes,
             layout=layout,
             host=self._hooks,
+            style=TransferStyle.REQUEST,
             tp=tp,
         )
         text: Any = self._config.model_config.hf_text_config

@@ -9,7 +9,6 @@ Collaborators: `hosts.py` starts it when the rank has its KV cache; `kv_memory.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -49,12 +48,8 @@ class RankAgent:
         self._openers = openers
         self._links: dict[int, _OpenLink] = {}
 
-    def serve(self, prepare: Callable[[], None] = lambda: None) -> None:
-        """Until the driver closes its end; then all links are closed.
-
-        `prepare`: what this thread needs before any link, such as its GPU.
-        """
-        prepare()
+    def serve(self) -> None:
+        """Until the driver closes its end; then all links are closed."""
         try:
             while True:
                 is_active = any(known.num_active for known in self._links.values())

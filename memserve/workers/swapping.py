@@ -209,6 +209,7 @@ class Swapper:
         for swap in self._outs.values():
             swap.spoiled.update(swap.keys.keys() & set(block_ids))
         unsafe = sorted(filter(self._is_only_in_hbm, block_ids), key=self._depth)
+        # The engine takes one block at a time for a decoding request, a prompt's all at once.
         is_computed = for_engine and len(block_ids) > 1
         if not is_computed:
             unsafe = unsafe[: self._num_savable]

@@ -92,7 +92,7 @@ class Transfers:
         instance: InstanceId,
         epoch: int,
         emit: Callable[[AnyEvent], None],
-        style: TransferStyle = TransferStyle.REQUEST,
+        style: TransferStyle,
     ) -> None:
         """`emit` takes the events in order, from inside the calls below. `style`: see `early.py`,
         which asks for it; LAYER needs links that can do it."""

@@ -16,7 +16,7 @@ import torch
 from memserve.errors import StartError, TransferError
 from memserve.messages import PeerJoined
 from memserve.ops.build import BlockCopyLibrary
-from memserve.types import BlockId, Geometry, InstanceId, TransferId
+from memserve.types import BlockId, Geometry, InstanceId, TransferId, TransferStyle
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.links import ipc
 from memserve.workers.links.base import Link, RankPeer
@@ -236,7 +236,7 @@ def test_a_link_that_cannot_be_built_leaves_no_mapping(monkeypatch: pytest.Monke
     peer = RankPeer(InstanceId("D0"), 1, SHAPE, theirs.address)
     library = cast(BlockCopyLibrary, None)  # nothing gets as far as that
     with pytest.raises(TransferError, match="no way"):
-        open_ipc(ours, SHAPE, peer, device, torch.device("cuda", 0), library)
+        open_ipc(ours, SHAPE, peer, device, torch.device("cuda", 0), library, TransferStyle.REQUEST)
     assert device.mapped == {}
 
 

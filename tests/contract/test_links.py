@@ -249,7 +249,7 @@ class Maker:
             source_of,
             target,
             target_of,
-            ops=ipc_ops(library_for(device), source_of, target_of, style=style),
+            ops=ipc_ops(library_for(device), source_of, target_of, None, style),
             streams=streams,
             is_discrete=self._is_discrete,
         )
@@ -548,7 +548,7 @@ def test_a_peers_rank_is_known_by_its_address_and_number() -> None:
     with pytest.raises(TransferError, match=r"rank 2 of D0 has no .* tcp; D0 offers: tcp$"):
         rank_peer("tcp", peer, 2)
     with pytest.raises(TransferError, match=r"rank 0 of D0 has no .* shm; D0 offers: tcp$"):
-        rank_peer("shm", peer)
+        rank_peer("shm", peer, 0)
 
 
 def test_a_geometry_larger_than_the_buffer_is_refused() -> None:

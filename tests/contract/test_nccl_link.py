@@ -39,6 +39,7 @@ from memserve.workers.links.nccl_wire import (
 from memserve.workers.links.nccl_worker import Machinery, NcclSettings
 from tests.contract.link_rig import (
     NUM_BLOCKS,
+    NUM_LAYERS,
     PAGE_BYTES,
     FakeClock,
     buffer_bytes,
@@ -314,6 +315,23 @@ def test_a_transfer_that_does_not_move_is_given_up(make_end: EndMaker) -> None:
     link.send(T1, ids(1, 3, 5, 7, 9), ids(1, 3, 5, 7, 9))
     until(lambda: bool(_advance(clock) or link.poll()), "it should be given up")
     assert (p.fake.num_aborted, d.fake.num_aborted) == (1, 1)
+
+
+def test_a_transfer_that_moves_slowly_is_not_given_up(make_end: EndMaker) -> None:
+    """Two seconds pass at the receiver with each page that arrives, and none without."""
+    far_ahead = msgspec.structs.replace(SETTINGS, chunks_ahead=100)
+    p = make_end("P0", seed=1, settings=with_pieces(Pieces.PAGES))
+    d = make_end("D0", settings=far_ahead, clock=lambda: 2.0 * d.gpu.num_done)
+    link = p.endpoint.open(d.peer())
+    everything = ids(*range(1, NUM_BLOCKS))
+    num_pages = len(everything) * NUM_LAYERS
+    d.fake.is_held = True
+    link.send(T1, everything, everything)
+    until(lambda: d.gpu.num_queued == num_pages, "all receives should be posted")
+    d.fake.is_held = False
+    (done,) = completions(link, 1)
+    assert done.error is None
+    assert 2.0 * num_pages > 4 * SETTINGS.stall_s
 
 
 def _advance(clock: FakeClock) -> None:

@@ -20,7 +20,15 @@ from vllm.v1.request import Request
 
 from memserve.errors import TransferError
 from memserve.messages import Allocate, AnyEvent, PeerJoined
-from memserve.types import BlockId, Direction, InstanceId, Namespace, RequestId, TransferId
+from memserve.types import (
+    BlockId,
+    Direction,
+    InstanceId,
+    Namespace,
+    RequestId,
+    TransferId,
+    TransferStyle,
+)
 from memserve.workers.engine_pool import EnginePool, resume_hashing
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
@@ -207,6 +215,7 @@ class Node:
             self.id,
             self.epoch,
             self._events.append,
+            TransferStyle.REQUEST,
         )
 
     def _open_link(self, peer: PeerJoined) -> FakeLink:

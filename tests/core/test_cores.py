@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from memserve.workers.cores import fastest_cores, one_thread_each, rank
+from memserve.workers.cores import fastest_cores, one_thread_each, quickest_first
 
 
 def test_one_hardware_thread_of_each_core_counts(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_the_quickest_core_is_first_and_one_slow_moment_does_not_count() -> None
         is_disturbed = core == 2 and calls[core] == 1
         return 9.0 if is_disturbed else {1: 3.0, 2: 1.0, 4: 2.0}[core]
 
-    assert rank([1, 2, 4], measure) == (2, 4, 1)
+    assert quickest_first([1, 2, 4], measure) == (2, 4, 1)
 
 
 def test_looking_for_the_quickest_core_leaves_the_thread_where_it_may_run() -> None:

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from memserve.messages import PeerJoined
-from memserve.types import BlockId, Geometry, InstanceId, TransferId
+from memserve.types import BlockId, Geometry, InstanceId, TransferId, TransferStyle
 from memserve.workers import hosts, main
 from memserve.workers.links.choice import LinkChoice
 
@@ -69,7 +69,9 @@ def block_ids(text: str) -> list[BlockId]:
 
 def run() -> None:
     torch.set_num_threads(1)
-    host = hosts.RankedKvHost("tiny", "cpu", hosts.Home(InstanceId("P0"), 1, Path()), TP)
+    host = hosts.RankedKvHost(
+        "tiny", "cpu", hosts.Home(InstanceId("P0"), 1, Path()), TP, TransferStyle.REQUEST
+    )
     host.total_kv_heads = TP
     main._tie_forks_to_their_parents()
     context = multiprocessing.get_context("fork")

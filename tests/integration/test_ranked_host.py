@@ -19,8 +19,8 @@ import torch
 
 from memserve.errors import StartError
 from memserve.messages import PeerJoined
-from memserve.types import Geometry, InstanceId
-from memserve.workers.hosts import Home, RankedKvHost, require_alike
+from memserve.types import Geometry, InstanceId, TransferStyle
+from memserve.workers.hosts import Home, RankedKvHost, common_addresses, require_alike
 from memserve.workers.kvbuffer import KvBuffer
 from tests.contract.rank_rig import rank_geometry
 from tests.integration.cluster_harness import until
@@ -127,10 +127,18 @@ def test_no_driver_outlives_a_killed_rank(driver: Driver) -> None:
 
 
 def test_ranks_cannot_be_started_anew() -> None:
-    host = RankedKvHost("tiny", "cpu", Home(InstanceId("P0"), 1, Path()), 2)
+    host = RankedKvHost("tiny", "cpu", Home(InstanceId("P0"), 1, Path()), 2, TransferStyle.REQUEST)
     with pytest.raises(StartError, match="have to be forked"):
         pickle.dumps(host)
     host.close()
+
+
+def test_only_kinds_of_links_that_all_ranks_have_are_offered() -> None:
+    both = [{"ipc": "a", "nccl": "b"}, {"ipc": "c", "nccl": "d"}]
+    assert common_addresses(both) == {"ipc": ("a", "c"), "nccl": ("b", "d")}
+    assert list(common_addresses(both)) == ["ipc", "nccl"]  # the fastest first
+    for ranks in ([*both, {"ipc": "e"}], [{"ipc": "e"}, *both]):
+        assert common_addresses(ranks).keys() == {"ipc"}
 
 
 def test_ranks_whose_kv_lies_differently_are_refused() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from memserve.errors import StartError
-from memserve.types import InstanceId
+from memserve.types import InstanceId, TransferStyle
 from memserve.workers import main
 from memserve.workers.kv_layout import geometry_of
-from memserve.workers.kv_memory import GpuKvMemory, HostKvMemory, kv_memory
+from memserve.workers.kv_memory import GpuKvMemory, HostKvMemory, KvMemory, Openers, kv_memory
 from memserve.workers.links.base import Rank
 from tests.contract.link_rig import geometry
 
@@ -87,20 +87,24 @@ def test_a_device_that_the_engine_was_not_built_for_is_refused() -> None:
         main._require_device("cuda")
 
 
+def _openers(memory: KvMemory) -> Openers:
+    return memory.openers(geometry(), TransferStyle.REQUEST)
+
+
 def test_memory_by_device(tmp_path: Path) -> None:
     rank = Rank(InstanceId("P0"), 1, 0)
     memory = kv_memory("cuda", rank, tmp_path)
     assert isinstance(memory, GpuKvMemory)  # and CUDA is not touched by that
-    assert memory.tensor is None and memory.addresses == {} and memory.openers(geometry()) == {}
+    assert memory.tensor is None and memory.addresses == {} and _openers(memory) == {}
     assert isinstance(kv_memory("cpu", rank, tmp_path), HostKvMemory)
 
 
 def test_host_memory_is_made_once_and_offered() -> None:
     memory = HostKvMemory()
-    assert memory.tensor is None and memory.addresses == {} and memory.openers(geometry()) == {}
+    assert memory.tensor is None and memory.addresses == {} and _openers(memory) == {}
     made = memory.make(4096)
     assert memory.tensor is not None and memory.tensor.data_ptr() == made.data_ptr()
-    assert memory.addresses.keys() == memory.openers(geometry()).keys() == {"shm"}
+    assert memory.addresses.keys() == _openers(memory).keys() == {"shm"}
     with pytest.raises(StartError, match="several buffers"):
         memory.make(4096)
     memory.close()

@@ -119,7 +119,7 @@ class RankPeer(msgspec.Struct, frozen=True):
     peer_heads: Heads | None = None
 
 
-def rank_peer(kind: str, peer: PeerJoined, rank: int = 0) -> RankPeer:
+def rank_peer(kind: str, peer: PeerJoined, rank: int) -> RankPeer:
     """Rank `rank` of the peer, all heads. Raises: TransferError if it has no such memory."""
     addresses = peer.addresses.get(kind, ())
     if rank >= len(addresses):
@@ -181,6 +181,22 @@ def _meaning(geometry: Geometry) -> dict[str, object]:
     }
 
 
+def require_blocks(
+    source_ids: Sequence[BlockId],
+    num_sources: int,
+    target_ids: Sequence[BlockId],
+    num_targets: int,
+) -> None:
+    """Whether these blocks exist, of so many on either side, and pair up. Raises: TransferError."""
+    if len(source_ids) != len(target_ids):
+        raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
+    sides = (("source", source_ids, num_sources), ("target", target_ids, num_targets))
+    for side, ids, count in sides:
+        unknown = [b for b in ids if not 0 <= b < count]
+        if unknown:
+            raise TransferError(f"the {side} has no block {unknown[0]}, only 0 to {count - 1}")
+
+
 Piece = tuple[int, int, int]
 """Byte offset at the source, byte offset at the target, length: contiguous on both sides."""
 
@@ -193,27 +209,20 @@ def plan_pieces(
     rows: tuple[Rows, Rows] | None = None,
     *,
     is_discrete: bool = False,
-    layer: int | None = None,
 ) -> list[Piece]:
     """The fewest contiguous pieces that make up these blocks; pure.
 
     Aggregated blocks give one piece per run of neighbouring blocks. If the pages of a block lie
     apart on either side, each of the L layers gives its own pieces. With `rows`, only that part of
     each page goes, on either side (`heads.rows_of`), row by row. `is_discrete`: every page is a
-    piece of its own, however it lies. `layer`: the pages of that one layer only.
-    Raises: TransferError for block ids that do not exist or do not pair up.
+    piece of its own, however it lies. Raises: TransferError, as `require_blocks`.
     """
-    if len(source_ids) != len(target_ids):
-        raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
-    _require_existing(source, source_ids, "source")
-    _require_existing(target, target_ids, "target")
+    require_blocks(source_ids, source.num_blocks, target_ids, target.num_blocks)
     runs = _runs(source_ids, target_ids)
-    if layer is not None:
-        source, target = source.only(layer), target.only(layer)
     layers = list(zip(source.layer_offsets, target.layer_offsets, repeat(source.page_bytes)))
     if rows is not None:
         layers = _rows_of_layers(source, target, *rows)
-    elif not is_discrete and has_whole_blocks(source) and has_whole_blocks(target):
+    elif not is_discrete and source.has_whole_blocks and target.has_whole_blocks:
         layers = [(source.layer_offsets[0], target.layer_offsets[0], source.block_bytes)]
     pieces: list[Piece] = []
     for source_offset, target_offset, size in layers:
@@ -245,22 +254,6 @@ def _rows_of_layers(
         )
         for row in range(source_rows.count)
     ]
-
-
-def _require_existing(geometry: Geometry, block_ids: Sequence[BlockId], side: str) -> None:
-    unknown = [b for b in block_ids if not 0 <= b < geometry.num_blocks]
-    if unknown:
-        last = geometry.num_blocks - 1
-        raise TransferError(f"the {side} has no block {unknown[0]}, only 0 to {last}")
-
-
-def has_whole_blocks(geometry: Geometry) -> bool:
-    """Whether the pages of a block touch each other (blocks may still lie apart)."""
-    first = geometry.layer_offsets[0]
-    return all(
-        offset == first + layer * geometry.page_bytes
-        for layer, offset in enumerate(geometry.layer_offsets)
-    )
 
 
 _Run = tuple[int, int, int]  # first source block, first target block, number of blocks

@@ -38,7 +38,7 @@ from memserve.ops.device_memory import DeviceMemory
 from memserve.ops.views import BlockView, Rows
 from memserve.types import BlockId, Geometry, TransferId, TransferStyle
 from memserve.workers.gpu_memory import KIND, GpuBuffer, PeerGpuBuffer
-from memserve.workers.links.base import Completion, RankPeer, has_whole_blocks
+from memserve.workers.links.base import Completion, RankPeer, require_blocks
 from memserve.workers.links.heads import rows_of
 
 logger = logging.getLogger(__name__)
@@ -143,8 +143,7 @@ class IpcLink:
         self._jobs.append(job)
         stream = self._streams[layer % len(self._streams)]
         try:
-            _require_pairs(source_ids, target_ids)
-            self._open_view()
+            self._require_blocks(source_ids, target_ids)
             stream.wait_stream(self._compute_stream())
             views = [(self._source_layers[layer], self._target_layers[layer])]
             self._copy(job, views, source_ids, target_ids, stream)
@@ -182,11 +181,8 @@ class IpcLink:
         self, job: _Job, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]
     ) -> None:
         """Divide the blocks among the streams, each a run of neighbours in the request."""
-        _require_pairs(source_ids, target_ids)
-        target = self._open_view()
-        _require_existing(self._source, source_ids, "source")
-        _require_existing(target, target_ids, "target")
-        views = [(self._source, target)]
+        self._require_blocks(source_ids, target_ids)
+        views = [(self._source, self._open_view())]
         if self._is_discrete:
             views = list(zip(self._source_layers, self._target_layers, strict=True))
         step = -(-len(source_ids) // len(self._streams))
@@ -212,6 +208,11 @@ class IpcLink:
         finally:  # a part may have been queued before a fault
             job.events.append(stream.record_event())
 
+    def _require_blocks(self, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]) -> None:
+        """All of them, before any part is queued."""
+        num_targets = self._open_view().num_blocks
+        require_blocks(source_ids, self._source.num_blocks, target_ids, num_targets)
+
     def _open_view(self) -> BlockView:
         if self._view is None:
             raise TransferError("the link is closed")
@@ -229,7 +230,7 @@ def open_ipc(
     memory: DeviceMemory,
     device: torch.device,
     library: BlockCopyLibrary,
-    style: TransferStyle = TransferStyle.REQUEST,
+    style: TransferStyle,
 ) -> IpcLink:
     """Map the peer's buffer on `device`, this instance's GPU, and warm the way up.
 
@@ -261,11 +262,11 @@ def ipc_ops(
     library: BlockCopyLibrary,
     source: Geometry,
     target: Geometry,
-    rows: tuple[Rows, Rows] | None = None,
-    style: TransferStyle = TransferStyle.REQUEST,
+    rows: tuple[Rows, Rows] | None,
+    style: TransferStyle,
 ) -> BlockOps:
     """Copy engines where blocks are long enough in one piece: they leave the SMs to the engine."""
-    is_whole = has_whole_blocks(source) and has_whole_blocks(target)
+    is_whole = source.has_whole_blocks and target.has_whole_blocks
     run_bytes = source.page_bytes
     if is_whole and style is not TransferStyle.LAYER:
         run_bytes = source.block_bytes
@@ -281,17 +282,3 @@ def _layers(geometry: Geometry, memory: torch.Tensor, rows: Rows | None) -> list
     """A view of each layer alone."""
     layers = range(geometry.num_layers)
     return [BlockView.of(geometry.only(layer), memory, rows) for layer in layers]
-
-
-def _require_pairs(source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]) -> None:
-    if len(source_ids) != len(target_ids):
-        raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
-
-
-def _require_existing(view: BlockView, block_ids: Sequence[BlockId], side: str) -> None:
-    """All of them, before any part is queued."""
-    unknown = [b for b in block_ids if not 0 <= b < view.num_blocks]
-    if unknown:
-        raise TransferError(
-            f"the {side} has no block {unknown[0]}, only 0 to {view.num_blocks - 1}"
-        )

@@ -27,7 +27,7 @@ import torch
 from memserve.errors import StartError, TransferError
 from memserve.ops.views import BlockView, PageOrder, head_rows
 from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
-from memserve.workers.links.base import Completion, Rank, RankPeer
+from memserve.workers.links.base import Completion, Rank, RankPeer, require_blocks
 from memserve.workers.links.nccl_receiver import Receiver
 from memserve.workers.links.nccl_sender import Job, Sender
 from memserve.workers.links.nccl_wire import Hello, Wake
@@ -107,16 +107,8 @@ class NcclLink:
         """All that the receiver's end would trip over."""
         if self._is_closed:
             raise TransferError("the link is closed")
-        if len(source_ids) != len(target_ids):
-            raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
-        sides = {
-            "source": (source_ids, self._view.num_blocks),
-            "target": (target_ids, self._peer.geometry.num_blocks),
-        }
-        for side, (ids, count) in sides.items():
-            unknown = [b for b in ids if not 0 <= b < count]
-            if unknown:
-                raise TransferError(f"the {side} has no block {unknown[0]}, only 0 to {count - 1}")
+        num_targets = self._peer.geometry.num_blocks
+        require_blocks(source_ids, self._view.num_blocks, target_ids, num_targets)
         if len(set(target_ids)) != len(target_ids):
             raise TransferError("a target block is named twice")
 

@@ -145,6 +145,11 @@ class FakeGpu:
         """Pieces that have not run."""
         return sum(stream.num_queued for stream in list(self._streams))
 
+    @property
+    def num_done(self) -> int:
+        """Pieces that have run on streams that nobody has given back."""
+        return sum(stream.num_done for stream in list(self._streams))
+
     def staging(self, size_bytes: int) -> torch.Tensor:
         return torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # a GPU does not zero it either
 

@@ -67,7 +67,6 @@ class Receiver(LinkThread):
         """Who writes; None before it is admitted."""
         self._heard: deque[Hello | Announce] = deque()
         self._arriving: deque[_Arrival] = deque()
-        self._progress_at = 0.0
 
     @property
     def has_ended(self) -> bool:
@@ -114,8 +113,7 @@ class Receiver(LinkThread):
                 self._post(self._heard.popleft(), communicator, pipe, block_bytes)
             elif self._arriving:
                 communicator.progress()
-                if self._clock() > self._progress_at + self._settings.stall_s:
-                    raise TransferError(f"no progress in {self._settings.stall_s:g} s")
+                self._require_progress(pipe)
                 time.sleep(POLL_S)
             else:
                 self._idle(self._wire)
@@ -130,16 +128,9 @@ class Receiver(LinkThread):
         """Queue the arrival of one transfer."""
         if not isinstance(announced, Announce):
             raise TransferError("the peer greets twice")
-        ahead, stall_s = self._settings.chunks_ahead, self._settings.stall_s
-        for _ in pipe.transfer(announced.block_ids):
-            self._until(
-                lambda: communicator.progress() and pipe.num_under_way < ahead,
-                stall_s,
-                "the chunks before",
-            )
+        self._queue(communicator, pipe, announced.block_ids)
         size_bytes = len(announced.block_ids) * block_bytes
         self._arriving.append(_Arrival(announced.number, size_bytes, pipe.mark()))
-        self._progress_at = self._clock()
 
     def _look(self) -> None:
         """Also says what has arrived."""

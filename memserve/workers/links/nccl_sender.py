@@ -70,8 +70,6 @@ class Sender(LinkThread):
         self._completed: deque[Job] = deque()
         self._number = 0
         self._is_welcome = False
-        self._num_under_way = 0
-        self._progress_at = 0.0
         self._has_opened = False
         self._problem = "the link was closed"
         self._outcome = threading.Event()
@@ -198,11 +196,7 @@ class Sender(LinkThread):
                 self._launch(self._inbox.popleft(), communicator, pipe)
             elif self._pending:
                 communicator.progress()
-                num_before, self._num_under_way = self._num_under_way, pipe.num_under_way
-                if self._num_under_way < num_before:
-                    self._progress_at = self._clock()
-                if self._clock() > self._progress_at + self._settings.stall_s:
-                    raise TransferError(f"no progress in {self._settings.stall_s:g} s")
+                self._require_progress(pipe)
                 self._idle(wire, _LISTEN_S)
             else:
                 self._idle(wire)
@@ -216,14 +210,7 @@ class Sender(LinkThread):
         self._number += 1
         self._pending[self._number] = job
         self._wire.send(Announce(self._number, list(job.target_ids)))
-        ahead, stall_s = self._settings.chunks_ahead, self._settings.stall_s
-        for _ in pipe.transfer(job.source_ids):
-            self._until(
-                lambda: communicator.progress() and pipe.num_under_way < ahead,
-                stall_s,
-                "the chunks before",
-            )
-        self._progress_at = self._clock()
+        self._queue(communicator, pipe, job.source_ids)
 
     def _look(self) -> None:
         assert self._wire is not None

@@ -14,13 +14,14 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from memserve.errors import TransferError
 from memserve.ops.nccl import Communicator, Fabric
-from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES, Gpu, Pipe
+from memserve.types import BlockId
+from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES, Gpu, InPipe, OutPipe, Pipe
 from memserve.workers.links.nccl_wire import Pieces, Schedule, Wake, Wire
 from memserve.workers.sleeps import sleep_exactly
 
@@ -79,6 +80,9 @@ class LinkThread(ABC):
         self._wake = Wake()
         self._wire: Wire | None = None
         self._is_closing = False
+        self._num_under_way = 0
+        self._progress_at = 0.0
+        """When a transfer was queued, got on or ended last."""
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
@@ -136,6 +140,31 @@ class LinkThread(ABC):
             num_looks += 1
             if num_looks > _QUICK_LOOKS:
                 time.sleep(POLL_S)
+
+    def _queue(
+        self, communicator: Communicator, pipe: InPipe | OutPipe, ids: Sequence[BlockId]
+    ) -> None:
+        """All chunks of a transfer, each as soon as few enough are ahead of it.
+
+        Raises: ClosingError, TransferError.
+        """
+        for _ in pipe.transfer(ids):
+            self._until(
+                lambda: (
+                    communicator.progress() and pipe.num_under_way < self._settings.chunks_ahead
+                ),
+                self._settings.stall_s,
+                "the chunks before",
+            )
+        self._num_under_way, self._progress_at = pipe.num_under_way, self._clock()
+
+    def _require_progress(self, pipe: Pipe) -> None:
+        """While transfers are under way. Raises: TransferError if nothing has moved in time."""
+        num_before, self._num_under_way = self._num_under_way, pipe.num_under_way
+        if self._num_under_way < num_before:
+            self._progress_at = self._clock()
+        if self._clock() > self._progress_at + self._settings.stall_s:
+            raise TransferError(f"no progress in {self._settings.stall_s:g} s")
 
     def _idle(self, wire: Wire, timeout_s: float | None = None) -> None:
         """Sleep until the peer speaks or `_wake` is set."""

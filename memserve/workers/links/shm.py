@@ -122,16 +122,18 @@ class ShmLink:
         layer: int | None,
     ) -> _Job:
         job = _Job(transfer_id, deque(), self._clock())
+        source, target = self._source_geometry, self._target_geometry
+        if layer is not None:
+            source, target = source.only(layer), target.only(layer)
         try:
             job.pieces.extend(
                 plan_pieces(
-                    self._source_geometry,
-                    self._target_geometry,
+                    source,
+                    target,
                     source_ids,
                     target_ids,
                     self._rows,
                     is_discrete=self._is_discrete,
-                    layer=layer,
                 )
             )
         except TransferError as error:
