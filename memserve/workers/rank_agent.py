@@ -75,7 +75,7 @@ class RankAgent:
                     known.link.cancel(order.transfer_id)
             case CloseLink():
                 if (known := self._links.pop(order.link, None)) is not None:
-                    known.link.close()
+                    known.link.close(is_lost=order.is_lost)
                 put(self._connection, Closed(order.link))
 
     def _open(self, order: OpenLink) -> None:

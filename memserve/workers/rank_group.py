@@ -95,9 +95,9 @@ class RankLane:
     def cancel(self, transfer_id: TransferId) -> None:
         self._group.tell(self.rank, CancelSend(self._number, transfer_id))
 
-    def close(self) -> None:
+    def close(self, *, is_lost: bool = False) -> None:
         """Raises: RankLostError, if the rank does not say that it has closed the link."""
-        self._group.close_lane(self._number)
+        self._group.close_lane(self._number, is_lost=is_lost)
         self._under_way.clear()
         self._ended.clear()
 
@@ -170,12 +170,12 @@ class RankGroup:
             raise TransferError(f"rank {failed.rank}: {failed.error}")
         return list(lanes)
 
-    def close_lane(self, number: int) -> None:
+    def close_lane(self, number: int, *, is_lost: bool) -> None:
         """Raises: RankLostError."""
         lane = self._lanes.get(number)
         if lane is None:
             return
-        self.tell(lane.rank, CloseLink(number))
+        self.tell(lane.rank, CloseLink(number, is_lost))
         self._wait(lambda: lane.is_closed)
         del self._lanes[number]
         if not lane.is_closed:

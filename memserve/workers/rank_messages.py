@@ -7,7 +7,7 @@
         │ SendBlocks(link, transfer, blocks) ──▶ │   ══ heads ══▶ peer's rank
         │ CancelSend(link, transfer) ──────────▶ │
         │◀──────────────── Ended(link, transfer) │   exactly once for each SendBlocks
-        │ CloseLink(link) ─────────────────────▶ │
+        │ CloseLink(link, is_lost) ────────────▶ │
         │◀─────────────────────────────── Closed │   no memory is touched for it any more
 
 Collaborators: `rank_group.py` is the driver's end, `rank_agent.py` the rank's. The pipe exists
@@ -54,6 +54,7 @@ class CloseLink(msgspec.Struct, frozen=True, tag=True):
     """`Link.close`; unknown links are closed already."""
 
     link: int
+    is_lost: bool
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):

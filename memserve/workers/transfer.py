@@ -307,7 +307,7 @@ class Transfers:
             return
         if known is not None:
             del self._peers[peer]
-            known.link.close()
+            known.link.close(is_lost=True)
         self.sender.peer_lost(peer, f"{peer} was lost")
 
     def close(self) -> None:

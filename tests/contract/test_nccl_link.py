@@ -6,6 +6,8 @@ there are some.
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import tempfile
 import threading
@@ -24,6 +26,7 @@ from memserve.ops.blocks import library_for
 from memserve.ops.nccl import ID_BYTES, NcclFabric
 from memserve.ops.views import PageOrder, head_rows
 from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
+from memserve.workers.links import nccl
 from memserve.workers.links.base import Rank, RankPeer
 from memserve.workers.links.nccl import NcclEndpoint, NcclLink
 from memserve.workers.links.nccl_pipe import CudaGpu, chunks
@@ -49,6 +52,7 @@ from tests.contract.link_rig import (
     read_block,
 )
 from tests.contract.nccl_rig import (
+    DEADLINE_S,
     SETTINGS,
     End,
     completions,
@@ -363,11 +367,20 @@ def test_nothing_is_written_after_a_peer_was_dropped(make_end: EndMaker) -> None
     p.fake.is_held = True
     there.send(T1, ids(1, 3, 5, 7, 9), ids(1, 3, 5, 7, 9))
     until(lambda: d.gpu.num_queued > 0, "the receiver should expect it")
-    back.close()  # P0 was lost: D0 closes its link, and frees what P0 was writing
+    back.close(is_lost=True)  # D0 frees what P0 was writing
     before = bytes(d.memory.numpy())
     p.fake.is_held = False
     assert completions(there, 1)[0].error is not None
     assert bytes(d.memory.numpy()) == before
+
+
+def test_a_closed_link_leaves_the_other_direction(make_end: EndMaker) -> None:
+    p, d = make_end("P0", seed=1), make_end("D0")
+    there, back = p.endpoint.open(d.peer()), d.endpoint.open(p.peer())
+    back.close()
+    there.send(T1, ids(1, 3), ids(2, 4))
+    assert completions(there, 1)[0].error is None
+    assert blocks(d, 2, 4) == blocks(p, 1, 3)
 
 
 def test_a_closed_link_takes_no_transfer(make_end: EndMaker) -> None:
@@ -447,6 +460,24 @@ def test_a_later_life_replaces_an_earlier_one_and_not_the_other_way_round(
     assert completions(late, 1)[0].error is None
 
 
+def test_a_life_that_is_over_writes_no_more(make_end: EndMaker) -> None:
+    p, d = make_end("P0", seed=1), make_end("D0", seed=2)
+    there, back = p.endpoint.open(d.peer()), d.endpoint.open(p.peer())
+    back.close(is_lost=True)
+    before = bytes(d.memory.numpy())
+    for transfer in (T1, T2):  # the first may find a communicator that has just been aborted
+        there.send(transfer, ids(1), ids(2))
+        assert completions(there, 1)[0].error is not None
+    with pytest.raises(TransferError, match="D0: epoch 1 of P0 is over"):
+        p.endpoint.open(d.peer())
+    assert bytes(d.memory.numpy()) == before
+    second = make_end("P0", seed=3, epoch=2)
+    d.endpoint.drop(InstanceId("P0"), 0)  # late news
+    link = second.endpoint.open(d.peer())
+    link.send(T1, ids(1), ids(2))
+    assert completions(link, 1)[0].error is None
+
+
 def test_an_address_of_an_earlier_life_is_refused(make_end: EndMaker) -> None:
     p, d = make_end("P0"), make_end("D0", epoch=2)
     peer = msgspec.structs.replace(d.peer(), peer_epoch=1)
@@ -515,6 +546,55 @@ def test_a_stranger_harms_nobody(make_end: EndMaker, greeting: bytes) -> None:
         link = p.endpoint.open(d.peer())
         link.send(T1, ids(1), ids(2))
         assert completions(link, 1)[0].error is None
+
+
+class _NoDescriptors:
+    """A listener whose `accept` fails so many times."""
+
+    def __init__(self, listener: socket.socket, num_failures: int) -> None:
+        self._listener = listener
+        self._num_failures = num_failures
+        self.num_asked = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.num_asked += 1
+        if self.num_asked <= self._num_failures:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._listener.accept()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def _run_out(end: End, num_failures: int) -> _NoDescriptors:
+    listener = _NoDescriptors(end.endpoint._listener, num_failures)
+    end.endpoint._listener = listener  # type: ignore[assignment]
+    return listener
+
+
+def test_a_peer_that_comes_while_there_are_no_descriptors_is_accepted_later(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_ACCEPT_AGAIN_S", 0.001)
+    p, d = make_end("P0", seed=1), make_end("D0")
+    listener = _run_out(d, num_failures=3)
+    link = p.endpoint.open(d.peer())
+    assert listener.num_asked == 4
+    link.send(T1, ids(1), ids(2))
+    assert completions(link, 1)[0].error is None
+
+
+def test_without_descriptors_it_is_not_tried_all_the_time_and_can_be_closed(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_ACCEPT_AGAIN_S", 10 * DEADLINE_S)
+    d = make_end("D0")
+    listener = _run_out(d, num_failures=1_000_000)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(msgspec.json.decode(d.endpoint.address)["socket"])
+        until(lambda: listener.num_asked > 0, "the endpoint should try")
+        d.endpoint.close()
+    assert listener.num_asked == 1
 
 
 # ── the schedule ──────────────────────────────────────────────────────────────────────────────

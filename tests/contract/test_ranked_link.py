@@ -158,6 +158,9 @@ def test_closing_closes_all_lanes() -> None:
     link.send(T1, SOURCES, TARGETS)
     link.close()
     assert [one.is_closed for one in lanes] == [True, True] and link.poll() == []
+    assert not any(one.is_lost for one in lanes)
+    link.close(is_lost=True)
+    assert all(one.is_lost for one in lanes)
 
 
 # ── ranks that fail, die or hang ──────────────────────────────────────────────────────────────
@@ -225,6 +228,16 @@ def test_a_link_that_one_rank_cannot_open_is_open_on_none(
     with pytest.raises(TransferError, match=r"^rank 1: no memory at there$"):
         driver.open()
     assert [one.is_closed for one in opened] == [True]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_ranks_hear_whether_the_peer_was_lost(
+    make_driver: Callable[..., Driver], is_lost: bool
+) -> None:
+    lanes = [lane(), lane()]
+    driver = make_driver(lambda peer: lanes[0], lambda peer: lanes[1])
+    driver.open().close(is_lost=is_lost)
+    assert [(one.is_closed, one.is_lost) for one in lanes] == [(True, is_lost)] * 2
 
 
 def test_a_rank_that_dies_ends_its_transfers_with_an_error(

@@ -311,7 +311,7 @@ class WholeBlocksLink:
         return []
 
     def cancel(self, transfer_id: TransferId) -> None: ...
-    def close(self) -> None:
+    def close(self, *, is_lost: bool = False) -> None:
         self.is_closed = True
 
 

@@ -519,7 +519,7 @@ def test_a_lost_receiver_ends_what_was_meant_for_it(pair: Pair) -> None:
     pair.p.transfers.peer_lost(pair.d.id, 2)  # another life
     assert pair.p.take() == [] and not link.is_closed
     pair.p.transfers.peer_lost(pair.d.id, 1)
-    assert link.is_closed
+    assert link.is_closed and link.is_lost
     events = pair.p.take()
     assert all(isinstance(e, TransmitFailed) and e.reason == "D0 was lost" for e in events)
     assert sorted(e.transfer_id for e in events) == [T, "w"]  # type: ignore[union-attr]
@@ -573,7 +573,7 @@ def test_close_lets_go_of_everything(pair: Pair) -> None:
     pair.transmit(pair.allocate(tokens))
     pair.p.transfers.close()
     pair.d.transfers.close()
-    assert pair.link.is_closed
+    assert pair.link.is_closed and not pair.link.is_lost
     assert pair.p.is_idle() and pair.d.is_idle()
     assert pair.p.take() == []
 

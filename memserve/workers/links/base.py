@@ -66,10 +66,11 @@ class Link(Protocol):
         """End the transfer soon, with an error. Its completion says when that has happened."""
         ...
 
-    def close(self) -> None:
+    def close(self, *, is_lost: bool = False) -> None:
         """Stop everything; on return the link touches no memory. No completions follow.
 
-        For a two-sided link that includes what this life of the peer writes here.
+        `is_lost`: this life of the peer is over. On return, and from then on, nothing of it writes
+        here either, by a two-sided link.
         """
         ...
 

@@ -42,6 +42,7 @@ class FakeLink:
         self._missing_bytes = 0
         self._dead: str | None = None
         self.is_closed = False
+        self.is_lost = False
 
     @property
     def kind(self) -> str:
@@ -124,9 +125,10 @@ class FakeLink:
             if job.transfer_id == transfer_id:
                 job.error = "cancelled"
 
-    def close(self) -> None:
+    def close(self, *, is_lost: bool = False) -> None:
         self._jobs.clear()
         self.is_closed = True
+        self.is_lost = is_lost
 
     # ──────────────────────────────────────────────────────────────────────────────────────────
 

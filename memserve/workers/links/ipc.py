@@ -163,7 +163,7 @@ class IpcLink:
             if job.transfer_id == transfer_id:
                 job.error = "cancelled"
 
-    def close(self) -> None:
+    def close(self, *, is_lost: bool = False) -> None:
         """Waits for the copies under way. A GPU that hangs keeps this waiting until the cluster
         manager ends the worker, which sends no heartbeat meanwhile."""
         jobs, self._jobs = self._jobs, deque()

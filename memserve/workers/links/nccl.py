@@ -5,8 +5,8 @@
 
 Each rank has an endpoint, which accepts connections of peers and gives each a thread, a
 communicator and streams of its own. The receiving engine has no part in it: what it allocated is
-named by the sender's announcement, as for a one-sided link. A peer's `NcclLink` stands for both
-directions: when it is closed, nothing of that life of the peer writes here any more.
+named by the sender's announcement, as for a one-sided link. A peer's `NcclLink` is one direction;
+when it is closed because the peer was lost, the other ends with it, and cannot be made again.
 
 Collaborators: `nccl_sender.py` and `nccl_receiver.py` are the threads, `nccl_wire.py` has what they
 say to each other; `choice.py` opens links. The paper: section 4.3 (one thread per communicator).
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 KIND = "nccl"
 """Key of the endpoint's address in `Ready.addresses` and `PeerJoined.addresses`."""
 _BACKLOG = 64
+_ACCEPT_AGAIN_S = 0.1
+"""After a failure: descriptors may be free again."""
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -95,13 +97,13 @@ class NcclLink:
         if (job := self._jobs.get(transfer_id)) is not None:
             job.error = "cancelled"
 
-    def close(self) -> None:
-        """Both directions: also what the peer sends here ends."""
+    def close(self, *, is_lost: bool = False) -> None:
         self._is_closed = True
         self._jobs.clear()
         self._refused.clear()
         self._sender.close()
-        self._endpoint.drop(self._peer.peer, self._peer.peer_epoch)
+        if is_lost:
+            self._endpoint.drop(self._peer.peer, self._peer.peer_epoch)
 
     def _require_good(self, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]) -> None:
         """All that the receiver's end would trip over."""
@@ -139,6 +141,8 @@ class NcclEndpoint:
         """Where peers find it."""
         self._lock = threading.Lock()
         self._receivers: set[Receiver] = set()
+        self._over: dict[InstanceId, int] = {}
+        """Peer → its latest life that is known to be over."""
         self._is_closing = False
         self._wake = Wake()
         self._thread = threading.Thread(target=self._accept, name="nccl accept", daemon=True)
@@ -160,9 +164,10 @@ class NcclEndpoint:
         return NcclLink(self, sender, view, peer)
 
     def drop(self, peer: InstanceId, peer_epoch: int) -> None:
-        """End all that this life of the peer, or an earlier one, writes here. On return its blocks
-        may be given to others."""
+        """This life of the peer, and those before it, are over: end all that they write here, and
+        let none of them begin again. On return their blocks may be given to others."""
         with self._lock:
+            self._over[peer] = max(peer_epoch, self._over.get(peer, peer_epoch))
             lost = [
                 receiver
                 for receiver in self._receivers
@@ -198,6 +203,7 @@ class NcclEndpoint:
                 sock, _ = self._listener.accept()
             except OSError as error:  # it went away again, or there are no descriptors left
                 logger.warning("a peer could not be accepted: %s", error)
+                self._wake.wait(_ACCEPT_AGAIN_S)  # it is in the queue still, and wakes the poller
                 continue
             receiver = Receiver(sock, self.machinery, self._view, self._admit)
             with self._lock:
@@ -215,6 +221,8 @@ class NcclEndpoint:
                 f" and found epoch {own.epoch} of {own.instance}"
             )
         with self._lock:
+            if hello.epoch <= self._over.get(hello.instance, -1):
+                raise TransferError(f"epoch {hello.epoch} of {hello.instance} is over")
             former = [
                 (one, known.epoch)
                 for one in self._receivers

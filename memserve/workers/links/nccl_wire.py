@@ -233,11 +233,11 @@ class Wake:
             if not self._is_closed:
                 os.eventfd_write(self._fd, 1)
 
-    def wait(self) -> None:
-        """Until it is set."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until it is set, or the time is over."""
         poller = select.poll()
         poller.register(self, select.POLLIN)
-        poller.poll()
+        poller.poll(None if timeout_s is None else timeout_s * 1000)
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -76,10 +76,10 @@ class RankedLink:
                 job.error = job.error or "cancelled"
                 self._cancel_rest(job)
 
-    def close(self) -> None:
+    def close(self, *, is_lost: bool = False) -> None:
         self._jobs.clear()
         for lane in self._lanes:
-            lane.close()
+            lane.close(is_lost=is_lost)
 
     def _merge(self, number: int, completion: Completion) -> None:
         job = next(

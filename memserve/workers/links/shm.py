@@ -110,7 +110,7 @@ class ShmLink:
                 job.pieces.clear()
                 job.error = "cancelled"
 
-    def close(self) -> None:
+    def close(self, *, is_lost: bool = False) -> None:
         self._jobs.clear()
         self._target.close()
 
