@@ -100,6 +100,6 @@ class SimulatedLink:
             if job.transfer_id == transfer_id:
                 job.error = "cancelled"
 
-    def close(self) -> None:
+    def close(self, *, is_lost: bool = False) -> None:
         """No completions follow."""
         self._jobs.clear()

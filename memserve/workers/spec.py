@@ -105,7 +105,7 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """The worker's process is gone, and reaped. Said exactly once."""
+    """The worker is gone: its process, which has this pid, and all that it left. Said once."""
 
     instance: InstanceId
     epoch: int

@@ -6,6 +6,11 @@ Collaborators: `cluster.py` holds the other end of the socket pair `N` (messages
 `main.py` is what a fork becomes. The zygote has one thread and never initialises a device, for
 neither survives a fork.
 
+A worker has gone when all of its processes have: what a peer frees after its `Exited`, no rank of
+it may still be writing to. So each worker is a process group, the zygote inherits what the first
+process of it leaves behind (the kernel kills ranks with their driver, which takes a moment), and
+says `Exited` when the last one is reaped.
+
 Nothing outlives the orchestrator: when its end of the socket pair closes, however it died, the
 zygote kills its workers, waits for them, removes the run directory if the orchestrator is gone, and
 ends. A worker whose zygote dies is killed by the kernel.
@@ -14,6 +19,7 @@ ends. A worker whose zygote dies is killed by the kernel.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import importlib
 import os
@@ -25,6 +31,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import NoReturn
+
+import msgspec
 
 from memserve.errors import MemServeError
 from memserve.types import InstanceId
@@ -40,6 +48,12 @@ from memserve.workers.spec import (
 
 _PARENT_GRACE_S = 0.2
 """A dying process closes its sockets a moment before it is gone."""
+_GROUP_GRACE_S = 2.0
+"""For the rest of a worker to end by itself, as who tidies up after it does; then it is killed, and
+has so long again: one that hangs in a device's driver must not hold up the cluster."""
+_END_GRACE_S = 2.0
+"""The same when the zygote ends; below the patience of `zygote_process.py`."""
+_PR_SET_CHILD_SUBREAPER = 36
 
 _ENGINE_MODULES = (
     "vllm",
@@ -77,6 +91,14 @@ def import_engine(check: Callable[[], None]) -> None:
         importlib.import_module(name)
 
 
+class _Ending(msgspec.Struct):
+    """A worker whose first process is reaped, and others not yet."""
+
+    notice: Exited
+    deadline: float
+    is_killed: bool = False
+
+
 class Zygote:
     """Forks workers, and reports and reaps them. Owns the socket and the processes."""
 
@@ -86,11 +108,14 @@ class Zygote:
         self._parent_pid = parent_pid
         self._parent = os.pidfd_open(os.getppid())
         self._children: dict[int, tuple[InstanceId, int]] = {}
+        self._ending: dict[int, _Ending] = {}
+        """Process group → what is to be said when it is empty."""
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> None:
         """Until the orchestrator closes its end, or SIGTERM."""
         self._catch_signals()
+        _inherit_orphans()
         started_at = time.monotonic()
         try:
             import_engine(self._require_parent)
@@ -124,11 +149,10 @@ class Zygote:
         poller.register(self._sock, select.POLLIN)
         poller.register(self._wake_read, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poller.poll()}
-            if self._wake_read in ready:
-                if signal.SIGTERM in os.read(self._wake_read, 512):
-                    return
-                self._reap()
+            ready = {fd for fd, _ in poller.poll(self._patience_ms())}
+            if self._wake_read in ready and signal.SIGTERM in os.read(self._wake_read, 512):
+                return
+            self._reap()
             if self._sock.fileno() in ready:
                 self._handle()
 
@@ -148,6 +172,7 @@ class Zygote:
     def _become_worker(self, spec: WorkerSpec, zygote_pid: int) -> NoReturn:
         """In the child: let go of everything that is the zygote's."""
         try:
+            os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for fd in (self._wake_read, self._wake_write, self._parent):
@@ -159,21 +184,77 @@ class Zygote:
         finally:
             os._exit(1)  # only reached if the lines above fail
 
+    def _patience_ms(self) -> float | None:
+        deadlines = [ending.deadline for ending in self._ending.values()]
+        if not deadlines:
+            return None
+        return max(0.0, min(deadlines) - time.monotonic()) * 1000
+
     def _reap(self) -> None:
+        now = time.monotonic()
         for pid in list(self._children):
             reaped, status = os.waitpid(pid, os.WNOHANG)
             if reaped:
                 instance, epoch = self._children.pop(pid)
-                code = os.waitstatus_to_exitcode(status)
-                send_frame(self._sock, Exited(instance, epoch, pid, code))
+                notice = Exited(instance, epoch, pid, os.waitstatus_to_exitcode(status))
+                self._ending[pid] = _Ending(notice, now + _GROUP_GRACE_S)
+        for group, ending in list(self._ending.items()):
+            if _is_group_reaped(group):
+                del self._ending[group]
+                send_frame(self._sock, ending.notice)
+            elif now >= ending.deadline:
+                self._press(group, ending, now)
+
+    def _press(self, group: int, ending: _Ending, now: float) -> None:
+        """The rest of a worker has not ended in time: kill it, or give it up."""
+        if not ending.is_killed:
+            ending.is_killed, ending.deadline = True, now + _GROUP_GRACE_S
+            os.killpg(group, signal.SIGKILL)
+            return
+        name = f"{ending.notice.instance} epoch {ending.notice.epoch}"
+        text = f"a process of {name} has not died {_GROUP_GRACE_S:g} s after it was killed"
+        sys.stderr.write(f"memserve: error: {text}\n")
+        sys.stderr.flush()
+        del self._ending[group]
+        send_frame(self._sock, ending.notice)
 
     def _end(self) -> None:
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still the child's
         for pid in self._children:
             os.waitpid(pid, 0)
+        left = self._wait_for_groups([*self._children, *self._ending])
+        for group in left:
+            os.killpg(group, signal.SIGKILL)
         if self._is_orphan(_PARENT_GRACE_S):
             shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _wait_for_groups(self, groups: list[int]) -> list[int]:
+        """Those that have not ended in time."""
+        deadline = time.monotonic() + _END_GRACE_S
+        while left := [group for group in groups if not _is_group_reaped(group)]:
+            patience_s = max(0.0, deadline - time.monotonic())
+            if not select.select([self._wake_read], [], [], patience_s)[0]:
+                break
+            os.read(self._wake_read, 512)
+        return left
+
+
+def _inherit_orphans() -> None:
+    """What a worker leaves behind when it dies becomes a child of this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _is_group_reaped(group: int) -> bool:
+    """Reap what has died of a process group; whether no child of this process is left in it."""
+    try:
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False
 
 
 def _redirect_output(log_path: str) -> None:
