@@ -16,7 +16,7 @@ profile and what it has learnt from earlier fetches::
 A way's time in a case is the lower quartile of its samples: what disturbs an engine only adds. A
 decision is right if the case's faster way was chosen; ways that differ by less than the mean of
 their spreads (half of what lies between the quartiles) are ties, and right. Loss: by how much the
-chosen way's time is above that of the better.
+chosen way's time is above that of the better. A case is right, and loses, as most of its decisions.
 
 The profile should be calibrated; `--profile` takes one, else the one in force is used.
 """
@@ -61,6 +61,8 @@ class Sample(msgspec.Struct):
     """Of the policy, for what it would have chosen."""
     came: bool
     """Whether what was to be fetched came in time; True where nothing was."""
+    recompute_s: float | None = None
+    """Of the policy, for computing it; None: in results from before this was kept."""
 
 
 class Case(msgspec.Struct):
@@ -106,6 +108,11 @@ class Case(msgspec.Struct):
     @property
     def choices(self) -> list[str]:
         return [sample.own_choice for sample in self.samples]
+
+    @property
+    def usual_choice(self) -> str:
+        """Of most of its decisions."""
+        return max(sorted(WAYS), key=self.choices.count)
 
     @property
     def num_right(self) -> int:
@@ -188,6 +195,7 @@ class Bench:
             reason["own_choice"],
             reason["least_s"],
             came=way != "fetch" or "fetched" in steps,
+            recompute_s=reason["recompute_s"],
         )
 
     @contextlib.contextmanager
@@ -325,6 +333,8 @@ def _metrics(cases: list[Case]) -> dict[str, float]:
     strictly = sum(case.loss(choice) == 0.0 for case, choice in decisions)
     return {
         "cases": len(cases),
+        "cases_right_ratio": sum(c.faster in ("tie", c.usual_choice) for c in cases) / len(cases),
+        "cases_worst_loss_ratio": max(case.loss(case.usual_choice) for case in cases),
         "decisions": len(decisions),
         "right_ratio": sum(case.num_right for case in cases) / len(decisions),
         "right_without_ties_ratio": strictly / len(decisions),

@@ -14,8 +14,8 @@ of both have under way, and steps of their engines: commands are served, and lin
 between steps. p reserves, and s begins, after the rest of a step; s sees a step later that all is
 sent (a link that copies in s's own thread is done at once, but takes a turn for each portion). What
 s has in DRAM it brings to HBM first. Last, `wait` has what fetches from s were late lately beyond
-all that (`fetch_times.py`). So a hot prefix finds a second home as soon as queueing costs more than
-fetching.
+all that (`fetch_times.py`); early they can only be for want of such steps, so round trips and link
+stay. So a hot prefix finds a second home as soon as queueing costs more than fetching.
 
 An instance that generates adds to its steps, for all of its n requests:
 
@@ -59,8 +59,9 @@ _FEW = 128
 _MOST = np.iinfo(np.int64).max
 _SHOWN = 3
 """Candidates of each kind that a reason shows."""
-_ROUND_TRIPS_S = 1e-3
-"""Of a fetch: reserving and ordering, over the control channel."""
+_ROUND_TRIPS_S = 2.5e-3
+"""Of a fetch: reserving, ordering, inserting and starting, over the control channel. Measured: what
+a fetch of one block adds to prefills that are no shorter for it (`bench/fetch_or_recompute.py`)."""
 
 
 class _Firsts(msgspec.Struct):
@@ -235,8 +236,8 @@ class CostPolicy:
         step_s = float(firsts.decode_s[source])  # the next one, after the rest
         if not firsts.is_last[source]:
             step_s += min(float(firsts.queue_s[source]), self._chunk_s())
-        fixed_s = _ROUND_TRIPS_S + float(firsts.rest_s[source]) + self._link.fixed_s
-        fetch_s = fixed_s + firsts.rest_s + size_bytes / self._link.bytes_per_s
+        least_s = _ROUND_TRIPS_S + self._link.fixed_s + size_bytes / self._link.bytes_per_s
+        fetch_s = least_s + float(firsts.rest_s[source]) + firsts.rest_s
         if step_s:
             turns = size_bytes // COPIED_PORTION_BYTES if self._is_in_turn else 1
             fetch_s = fetch_s + turns * step_s
@@ -246,7 +247,9 @@ class CostPolicy:
         if late_s := loads.fetch_times.late_s(source, demand.now):
             fetch_s = np.maximum(fetch_s + late_s, size_bytes / self._link.bytes_per_s)
         exec_s = self._cost.exec_s(demand.num_tokens, num_tokens)
-        total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s * firsts.num_waiting
+        # `least_s` here, not above: `late_s` is learnt from `fetch_s`, and would sink for ever.
+        ready_s = np.maximum(np.maximum(firsts.queue_s, fetch_s), least_s)
+        total_s = ready_s + exec_s * firsts.num_waiting
         pays = (missing > 0) & (total_s < firsts.total_s)
         if not pays.any():
             return

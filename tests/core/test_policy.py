@@ -232,9 +232,10 @@ def test_large_and_background_transfers_take_more_of_the_source_s_steps() -> Non
 
     step_s = CostModel(SMALL_STEPS).decode_step_s(1, 1000)
     portion = (32 << 20) // CostModel(BUILT_IN).kv_bytes(1)
-    assert fetch_s("shm", 320) == pytest.approx(1e-3 + step_s / 2, abs=2e-6)
-    assert fetch_s("shm", 2 * portion + 160) == pytest.approx(1e-3 + 2.5 * step_s, abs=2e-6)
-    assert fetch_s("ipc", 320) == pytest.approx(1e-3 + 1.5 * step_s, abs=2e-6)
+    trips_s = 2.5e-3
+    assert fetch_s("shm", 320) == pytest.approx(trips_s + step_s / 2, abs=2e-6)
+    assert fetch_s("shm", 2 * portion + 160) == pytest.approx(trips_s + 2.5 * step_s, abs=2e-6)
+    assert fetch_s("ipc", 320) == pytest.approx(trips_s + 1.5 * step_s, abs=2e-6)
 
 
 def test_an_idle_source_is_asked_rather_than_a_busy_one() -> None:
@@ -326,6 +327,33 @@ def test_fetches_that_were_late_count_until_that_is_long_ago() -> None:
         cluster.loads.fetch_times.observe(0, 99.0, 999.0, number * 0.1)
     assert cluster.place(cached={"P0": 992}, now=20.0).fetch is None
     assert cluster.place(cached={"P0": 992}, now=20.0 + 1200.0).fetch is not None
+
+
+def test_what_fetches_were_early_comes_off_the_steps_that_they_wait_for_alone() -> None:
+    def total_s(cluster: Cluster) -> float:
+        return float(terms(cluster.place(cached={"P0": 992}), "P1")["total_s"])
+
+    idle, busy = (Cluster("P0", "P1", "D0") for _ in range(2))
+    for cluster in (idle, busy):
+        cluster.close("P0")
+    busy.run("P0", 1000, count=5)
+    least_s = total_s(idle)
+    assert total_s(busy) > least_s
+    for cluster in (idle, busy):
+        for _ in range(200):
+            cluster.loads.fetch_times.observe(0, 1.0, 0.0, 0.0)
+        assert total_s(cluster) == least_s
+
+
+def test_what_is_learnt_of_early_fetches_settles() -> None:
+    """However many come sooner than messages and link should allow."""
+    cluster = Cluster("P0", "P1", "D0")
+    cluster.close("P0")
+    for _ in range(200):
+        fetch = cluster.place(cached={"P0": 992}).fetch
+        assert fetch is not None and fetch.predicted_s is not None
+        cluster.loads.fetch_times.observe(0, fetch.predicted_s, 0.004, 0.0)
+    assert fetch.predicted_s == pytest.approx(0.004)
 
 
 def test_the_last_step_of_a_prompt_is_waited_for_to_its_end() -> None:
