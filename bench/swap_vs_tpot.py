@@ -335,7 +335,7 @@ class Driver:
         from memserve.workers.hostmemory import HostMemory
 
         assert self.geometry is not None
-        hbm, loop = self.worker._memory.tensor, self.worker.loop
+        hbm, loop = self.worker._host.tensor, self.worker.loop
         block_bytes, batch = self.geometry.block_bytes, self._options.batch
         block_ids = loop._mempool.alloc_mem(2 * OUTSTANDING * batch, "bench")
         memory = HostMemory((OUTSTANDING + 2) * batch * block_bytes, pin=hbm.is_cuda)
