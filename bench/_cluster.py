@@ -183,7 +183,8 @@ class Cluster:
     # ── state ─────────────────────────────────────────────────────────────────────────────────
 
     def instance(self, name: str) -> dict[str, Any]:
-        found = [i for i in self.get("/v1/status")["instances"] if i["id"] == name]
+        instances: list[dict[str, Any]] = self.get("/v1/status")["instances"]
+        found = [i for i in instances if i["id"] == name]
         require(len(found) == 1, f"no instance {name}")
         return found[0]
 

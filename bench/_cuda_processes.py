@@ -54,7 +54,7 @@ def faults(root: int, workers: Sequence[int]) -> tuple[list[str], list[dict[str,
     A worker must show what is looked for: else this proves nothing, and that is a fault as well.
     """
     pids = [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
-    seen = [found for pid in pids if (found := look(pid)) is not None]
+    seen = [one for pid in pids if (one := look(pid)) is not None]
     found = [
         f"process {p.pid} ({p.command}; child of {p.parent}) is no worker and maps {p.maps}"
         for p in seen

@@ -18,7 +18,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -35,7 +35,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
-from memserve.messages import encode  # noqa: E402
+from memserve.messages import AnyEvent, encode  # noqa: E402
 from memserve.types import InstanceId, TransferStyle  # noqa: E402
 from memserve.workers.compat import Engine, make_config  # noqa: E402
 from memserve.workers.engine_pool import EnginePool  # noqa: E402
@@ -89,7 +89,7 @@ class WithMemServe:
             self.engine.block_size,
             records_changes=True,
         )
-        self._reports = IndexReports(self.mempool, InstanceId("PD0"), 1, encode)
+        self._reports = IndexReports(self.mempool, InstanceId("PD0"), 1, _encode_only)
         for name in ("on_cached", "on_evicted", "request_ended"):
             setattr(self.mempool, name, self._timed(getattr(self.mempool, name)))
         self._mempool = self.mempool
@@ -123,9 +123,20 @@ class WithMemServe:
     def on_scheduled(self, request_id: str, cached_tokens: int) -> None:
         pass
 
+    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+        pass
+
+    def on_layer(self, layer_name: str) -> None:
+        pass
+
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         if self._mempool is not None:
             self._mempool.request_ended(request.request_id)
+
+
+def _encode_only(event: AnyEvent) -> None:
+    """What sending an event costs this process."""
+    encode(event)
 
 
 def prefill(side: Plain | WithMemServe, token_ids: list[int], name: str) -> dict[str, float]:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -108,7 +109,7 @@ def run_job(job: Job) -> None:
     turn(probe.warm_up)
     fitted = prefill_points(probe.longest) if is_calibrated else []
     tested = [(x, int(x * y)) for y in SHARES for x in LENGTHS if x <= probe.longest]
-    rounds = []
+    rounds: list[list[PrefillSample | None]] = []
 
     def note() -> None:
         calibrated = measured(found[: len(fitted)] for found in rounds)
@@ -122,9 +123,7 @@ def run_job(job: Job) -> None:
         write(job, result)
 
     for index in range(job.rounds):
-        rounds.append(
-            turn(lambda index=index: prefill_round(probe, fitted + tested, index))  # type: ignore[misc]
-        )
+        rounds.append(turn(partial(prefill_round, probe, fitted + tested, index)))
         note()
     if samples is not None:
         known = samples

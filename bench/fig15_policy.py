@@ -46,7 +46,8 @@ from bench._report import Scalar, parser, publish
 from bench._serve import serving
 from memserve import config
 from memserve.simulator import setup
-from memserve.simulator.report import Objectives, spread, summarize
+from memserve.simulator.objectives import Objectives
+from memserve.simulator.report import spread, summarize
 from memserve.simulator.simulation import Outcome, Simulation
 from memserve.simulator.synthetic import Shape, sessions
 from memserve.simulator.workload import Call, poisson
@@ -267,7 +268,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 def _best(point: dict[str, Any], key: str) -> str:
     """The simple policy that is best over all seeds."""
-    others = [policy for policy in point["policies"] if policy != "cost"]
+    others: list[str] = [policy for policy in point["policies"] if policy != "cost"]
     return min(others, key=lambda policy: _median(point, policy, key))
 
 

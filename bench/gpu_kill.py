@@ -165,7 +165,8 @@ class Run:
         deadline = time.monotonic() + 10.0
         while time.monotonic() < deadline:
             stats = [self._cluster.instance(name)["stats"] for name in receivers]
-            if found := sum(s["reserved_blocks"] for s in stats if s is not None):
+            found: int = sum(s["reserved_blocks"] for s in stats if s is not None)
+            if found:
                 return found
             time.sleep(0.01)
         return 0

@@ -148,7 +148,8 @@ class Run:
 
     @property
     def left_s(self) -> float:
-        return self.deadline - time.monotonic()
+        left: float = self.deadline - time.monotonic()
+        return left
 
     def settings(self, dtype: str, **more: object) -> dict[str, object]:
         made: dict[str, object] = {

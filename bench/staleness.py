@@ -22,6 +22,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -132,7 +133,7 @@ class Run:
         self._systems = [self._text(SYSTEM_TOKENS) for _ in range(NUM_SYSTEMS)]
         for _ in range(num_sessions):
             session = Session(self._rng.choice(self._systems))
-            self._after(self._rng.uniform(0, 2 * THINK_S), lambda s=session: self._turn(s))
+            self._after(self._rng.uniform(0, 2 * THINK_S), partial(self._turn, session))
 
     def run(self) -> None:
         while self._agenda:

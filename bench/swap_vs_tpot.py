@@ -335,7 +335,7 @@ class Driver:
         from memserve.workers.hostmemory import HostMemory
 
         assert self.geometry is not None
-        hbm, loop = self.worker._memory.tensor, self.worker.loop
+        hbm, loop = self.worker._host.tensor, self.worker.loop
         block_bytes, batch = self.geometry.block_bytes, self._options.batch
         block_ids = loop._mempool.alloc_mem(2 * OUTSTANDING * batch, "bench")
         memory = HostMemory((OUTSTANDING + 2) * batch * block_bytes, pin=hbm.is_cuda)
@@ -419,7 +419,7 @@ def plain_copies(worker: Any, size_bytes: int) -> dict[str, float]:
     """Bytes a second of contiguous copies, with nothing else to do; `both`: of each direction."""
     import torch
 
-    hbm = worker._memory.tensor
+    hbm = worker._host.tensor
     size_bytes = min(size_bytes, hbm.numel() // 2)
     near, far = hbm[:size_bytes].clone(), hbm[:size_bytes].clone()  # the engine's KV stays as it is
     host = [torch.empty(size_bytes, dtype=hbm.dtype, pin_memory=hbm.is_cuda) for _ in range(2)]

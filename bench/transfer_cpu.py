@@ -77,11 +77,11 @@ class Side:
         hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
         def make_request(
-            tokens: Sequence[int], namespace: Namespace, known_hashes: Sequence[BlockHash] = ()
+            token_ids: Sequence[int], namespace: Namespace, known_hashes: Sequence[BlockHash]
         ) -> Request:
             return Request(
                 request_id="key",
-                prompt_token_ids=list(tokens),
+                prompt_token_ids=list(token_ids),
                 sampling_params=SamplingParams(max_tokens=1),
                 pooling_params=None,
                 arrival_time=0.0,

@@ -30,9 +30,9 @@ from memserve.workers.links.nccl_wire import Pieces, Schedule
 CHUNK_BYTES = 384 << 20
 """At most. Few launches: each costs the host 150 µs, and the way 20. `bench/fig11_transfer.py
 --sweep` compares."""
-EDGE_BYTES = 64 << 20
+EDGE_BYTES = 128 << 20
 """Of the first and the last chunk: their gather and their scatter overlap with nothing. They take
-180 µs on the way, in which the host launches the next chunk, and a longer one is gathered."""
+350 µs on the way, in which the host launches the next chunk, and a longer one is gathered."""
 NUM_SLOTS = 2
 """Staging buffers of the largest chunk: one is on the way while the other is filled or emptied.
 They cost each GPU 768 MiB for each peer and direction, from the opening on."""
