@@ -103,8 +103,8 @@ class Counted:
     def cancel(self, transfer_id: TransferId) -> None:
         self._link.cancel(transfer_id)
 
-    def close(self) -> None:
-        self._link.close()
+    def close(self, *, is_lost: bool = False) -> None:
+        self._link.close(is_lost=is_lost)
 
 
 class Wire:

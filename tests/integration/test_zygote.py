@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -37,7 +38,6 @@ class Rig:
 
     def __init__(self, folder: Path, grace_s: float, *, kills: bool = True) -> None:
         self.folder = folder
-        self.ranks: list[psutil.Process] = []
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(DEADLINE_S)
         with theirs, self.log.open("wb") as log:
@@ -76,17 +76,16 @@ class Rig:
         forked = receive_notice(self.socket)
         assert isinstance(forked, Forked) and forked.instance == instance, forked
         until(lambda: path.exists() and path.read_text().endswith("\n"), "a rank", DEADLINE_S)
-        self.ranks.append(psutil.Process(int(path.read_text())))
-        return psutil.Process(forked.pid), self.ranks[-1]
+        return psutil.Process(forked.pid), psutil.Process(int(path.read_text()))
 
     def close(self) -> None:
         self.socket.close()
         try:
             self.process.wait(DEADLINE_S)
         finally:
-            for rank in self.ranks:
-                if rank.is_running():
-                    rank.kill()
+            for path in self.folder.glob("P*.log"):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    psutil.Process(int(path.read_text())).kill()
             if self.process.poll() is None:
                 self.process.kill()
                 self.process.wait()
