@@ -25,7 +25,7 @@ from memserve.core.cost_model import CostModel
 from memserve.core.cost_samples import Samples
 from memserve.core.profile import Profile
 from memserve.engine_args import count_gpus
-from memserve.errors import StartError
+from memserve.errors import ConfigError, StartError
 from memserve.models import resolve_model
 from memserve.profiles import check_writable, key_of, num_threads, path_of, save
 from memserve.workers.environment import set_engine_environment
@@ -49,6 +49,8 @@ def calibrate(
     """
     key = key_of(config)
     path = out or path_of(key)
+    if path == samples_file:
+        raise ConfigError("--samples", f"{path} is where the profile goes")
     for file in filter(None, (path, samples_file)):
         check_writable(file)
     model = resolve_model(config.models.model, report)

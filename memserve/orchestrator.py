@@ -169,6 +169,7 @@ class Orchestrator:
     async def _serve(
         self, model: str, run_dir: Path, listener: socket.socket, show_live_view: bool
     ) -> None:
+        profiles.check_tp(self._config, model)
         profile = await asyncio.to_thread(profiles.for_config, self._config, model)
         hub = Hub(run_dir, self._on_event)
         # What prompts are compared by; queues and decode steps are reckoned at each one's degree.

@@ -53,6 +53,24 @@ def for_config(config: Config, model: str, root: Path | None = None) -> Profile:
     return in_force(key_of(config), config_file if config_file.is_file() else None, root)
 
 
+def check_tp(config: Config, model: str) -> None:
+    """Whether the model resolved to `model` can be divided as configured. Raises: ConfigError.
+
+    Before an engine is imported, which would say it after half a minute.
+    """
+    shape = _shape_of(Path(model) / "config.json")
+    if shape is not None:
+        for tp in tp_in_force(config).values():
+            check_degree("cluster.tp", tp, shape)
+
+
+def check_degree(key: str, tp: int, shape: ModelShape) -> None:
+    """Whether `tp` ranks can share the heads. Raises: ConfigError."""
+    if tp not in (degrees := shape.degrees()):
+        what = f"{tp} ranks cannot share {shape.num_heads} heads and {shape.num_kv_heads} KV heads"
+        raise ConfigError(key, what, ", ".join(map(str, degrees)))
+
+
 def key_of(config: Config) -> ProfileKey:
     """What a profile of this configuration is for."""
     return ProfileKey(

@@ -83,6 +83,12 @@ class ModelShape(msgspec.Struct, frozen=True):
         """Query and KV heads of one rank; KV heads are repeated if there are fewer than ranks."""
         return _share(self.num_heads, tp), _share(self.num_kv_heads, tp)
 
+    def degrees(self) -> list[int]:
+        """Ranks among which its heads can be divided, KV heads too or each for several ranks."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        divisors = (n for n in range(1, heads + 1) if heads % n == 0)
+        return [n for n in divisors if kv_heads % n == 0 or n % kv_heads == 0]
+
     def layer_gemms(self, tp: int) -> tuple[Gemm, ...]:
         """The products of one layer on one rank, in the order in which they run."""
         heads, kv_heads = self.heads(tp)

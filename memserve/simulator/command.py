@@ -80,6 +80,9 @@ def simulate(
     costs = setup.costs(options)
     calls = setup.load(options)
     cluster = setup.cluster(options, settings.config, costs, calls)
+    if svg_file is not None and (as_json or svg_file == csv_file):
+        why = "the CSV file too" if svg_file == csv_file else "--json prints no picture"
+        raise ConfigError("--svg", f"cannot write {svg_file}: {why}")
     for flag, file in (("--csv", csv_file), ("--svg", svg_file)):
         if file is not None:
             _writable(flag, file)

@@ -166,10 +166,8 @@ def costs(options: Options) -> CostModel:
         profile = built_in(_shape(options.model), options.device, model=options.model)
     else:
         profile = profiles.load(options.profile)
-    tp, heads = options.tp or profile.tp, profile.shape.num_heads
-    if heads % tp:
-        allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ConfigError("--tp", f"{tp} ranks cannot share {heads} heads", allowed)
+    tp = options.tp or profile.tp
+    profiles.check_degree("--tp", tp, profile.shape)
     return CostModel(profile, tp)
 
 

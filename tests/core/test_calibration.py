@@ -108,6 +108,17 @@ def test_a_wrong_place_is_a_mistake_told_before_anything_is_measured(
     assert captured.err.count("\n") == 1
 
 
+def test_profile_and_samples_are_two_files(
+    measured: Samples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").touch()
+    both = str(tmp_path / "file")
+    arguments = ["--model", str(tmp_path), "--out", both, "--samples", both]
+    assert cli.invoke(["calibrate", *arguments]) == 2
+    assert "--samples" in capsys.readouterr().err
+    assert not (tmp_path / "file").exists()
+
+
 def test_measurements_that_give_no_profile_are_one_error(
     measured: Samples, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

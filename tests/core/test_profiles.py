@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from memserve import profiles
-from memserve.config import Config, ModelsConfig
+from memserve.config import ClusterConfig, Config, ModelsConfig
 from memserve.core.builtin import BUILT_IN
 from memserve.core.profile import FORMAT
 from memserve.errors import ConfigError
@@ -83,6 +83,35 @@ def test_a_configuration_has_a_profile(tmp_path: Path) -> None:
     assert profiles.key_of(config).model == "some/model"
     profiles.save(CALIBRATED, profiles.path_of(profiles.key_of(config), tmp_path))
     assert profiles.for_config(config, str(tmp_path), tmp_path) == CALIBRATED
+
+
+@pytest.fixture
+def grouped(tmp_path: Path) -> Path:
+    """A model of 12 heads and 4 KV heads."""
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | heads))
+    return tmp_path
+
+
+def split_by(tp: int | str) -> Config:
+    return Config(cluster=ClusterConfig(device="cpu", tp=tp))
+
+
+@pytest.mark.parametrize("tp", [1, 2, "P=4,D=1", 12])
+def test_ranks_share_kv_heads_or_repeat_them(grouped: Path, tp: int | str) -> None:
+    profiles.check_tp(split_by(tp), str(grouped))
+
+
+@pytest.mark.parametrize(("tp", "degree"), [(3, 3), ("P=1,D=6", 6), (5, 5), ("P=24,D=1", 24)])
+def test_ranks_that_cannot_share_the_heads_are_refused(
+    grouped: Path, tp: int | str, degree: int
+) -> None:
+    with pytest.raises(ConfigError, match=rf"cluster\.tp: {degree} ranks .* 1, 2, 4, 12$"):
+        profiles.check_tp(split_by(tp), str(grouped))
+
+
+def test_a_model_of_unknown_shape_is_left_to_the_engine(tmp_path: Path) -> None:
+    profiles.check_tp(split_by(5), str(tmp_path))
 
 
 def test_a_profile_of_another_format_is_refused(tmp_path: Path) -> None:

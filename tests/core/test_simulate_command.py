@@ -122,6 +122,8 @@ def test_a_profile_of_another_format_is_refused(
         (["--tp", "3"], "1, 2, 4, 8, 16, 32"),
         (["--slo-ttft-s", "-1"], "--slo-ttft-s"),
         (["--svg", "/does/not/exist/file"], "--svg"),
+        (["--svg", "a.svg", "--json"], "--json"),
+        (["--svg", "a.svg", "--csv", "a.svg"], "the CSV file"),
         (["--link", "dram"], "allowed: ipc, nccl, tcp, shm"),
         (["--blocks", "1000000000000"], "up to"),
         (["--requests", "-1"], "--requests"),
