@@ -25,6 +25,12 @@ Seconds: TypeAlias = npt.NDArray[np.float64]
 _UNKNOWN = np.iinfo(np.int64).max // 4
 
 
+_PATIENCE = 2.0
+_PATIENCE_S = 0.5
+"""A prompt may take so many times what was predicted, and so much longer, before it counts as late:
+machines that others use are two or three times as slow, and nothing is gained by fleeing them."""
+
+
 class Share(msgspec.Struct, frozen=True):
     """What one request puts on one instance. It counts as prefilling while `prefill_s` is not 0."""
 
@@ -174,11 +180,17 @@ class Loads:
     def queue_s(self, now: float) -> Seconds:
         """[instances] Until the prompts placed there are computed. Does not mutate.
 
-        The first one's share shrinks as time passes, but the others are still to come.
+        The first one's share shrinks as time passes, but the others are still to come. One that is
+        late beyond patience is taken to be late for as long again: its instance may hang.
         """
-        behind = self.prefill_s * (1.0 - 1.0 / np.maximum(self.num_prefills, 1))
-        left: Seconds = np.maximum(self.prefill_s - np.maximum(now - self._head_since, 0.0), behind)
-        return left
+        head_s = self.prefill_s / np.maximum(self.num_prefills, 1)
+        elapsed_s = np.maximum(now - self._head_since, 0.0)
+        late_s = np.where(
+            self.num_prefills > 0, elapsed_s - (_PATIENCE * head_s + _PATIENCE_S), 0.0
+        )
+        left = np.maximum(np.maximum(head_s - elapsed_s, late_s), 0.0)
+        queue: Seconds = self.prefill_s - head_s + left
+        return queue
 
     def check_integrity(self) -> None:
         """Raises: AssertionError if the arrays contradict each other."""

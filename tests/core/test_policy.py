@@ -126,10 +126,19 @@ def test_the_queue_shrinks_as_time_passes_but_never_below_what_has_not_begun() -
     cluster = Cluster("P0")
     cluster.queue("P0", 1000, count=2, now=50.0)
     one = cluster.cost.exec_s(1000)
-    times = [50.0, 50.0 + one / 2, 50.0 + one, 100.0]
+    times = [50.0, 50.0 + one / 2, 50.0 + one, 50.0 + 2 * one]
     assert [cluster.loads.queue_s(now)[0] for now in times] == pytest.approx(
         [2 * one, 1.5 * one, one, one]
     )
+
+
+def test_an_instance_that_hangs_draws_no_more_prompts() -> None:
+    """What it holds does not make up for what nobody knows the end of."""
+    cluster = Cluster("P0", "P1", "D0")
+    cluster.queue("P0", 100, now=0.0)
+    assert cluster.loads.queue_s(10.0)[0] > 5.0 and cluster.loads.queue_s(10.0)[1] == 0.0
+    assert cluster.chosen(now=10.0, cached={"P0": 992}) == ("P1", "D0")
+    assert cluster.chosen(now=0.0, cached={"P0": 992})[0] == "P0"
 
 
 def test_a_hot_prefix_gets_a_second_home_by_a_fetch_instead_of_a_queue() -> None:
@@ -724,7 +733,7 @@ def test_loads_add_up_whatever_comes_and_goes(
             assert cluster.loads.num_requests[slot] == len(shares)
             assert cluster.loads.queued_tokens[slot] == sum(s.queued_tokens for s in shares)
             queue_s = cluster.loads.queue_s(float(now))[slot]
-            assert queue_s <= sum(s.prefill_s for s in shares) + 1e-9
+            assert queue_s <= sum(s.prefill_s for s in shares) + now + 1e-9
     for instance, share in there:
         cluster.loads.remove(instance, share, 99.0)
     assert not cluster.loads.queue_s(99.0).any() and not cluster.loads.num_requests.any()
