@@ -214,7 +214,7 @@ def test_a_kill_in_the_midst_of_a_prefill(rig: Rig, style: TransferStyle, memory
 @pytest.fixture
 def memory(rig: Rig) -> Iterator[KvBuffer]:
     """D's KV blocks, mapped here."""
-    buffer = KvBuffer.open(rig.ready["D0"].addresses["shm"])
+    buffer = KvBuffer.open(rig.ready["D0"].addresses["shm"][0])
     yield buffer
     buffer.close()
 
