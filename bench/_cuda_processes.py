@@ -28,6 +28,7 @@ class Seen(msgspec.Struct, frozen=True):
     pid: int
     parent: int
     command: str
+    """Its words, without the folders of paths: results are published."""
     files: list[str]
     """Of the driver, open."""
     maps: list[str]
@@ -41,7 +42,7 @@ def look(pid: int) -> Seen | None:
         folder = Path(f"/proc/{pid}")
         files = {_target(path) for path in (folder / "fd").iterdir()}
         maps = {line.split()[-1] for line in (folder / "maps").read_text().splitlines()}
-        command = " ".join(process.cmdline())[:160]
+        command = " ".join(word.rpartition("/")[2] for word in process.cmdline())[:160]
         parent = process.ppid()
     except (OSError, psutil.Error):
         return None
