@@ -235,8 +235,9 @@ async def test_a_worker_that_does_not_read_holds_up_nobody_and_misses_nothing(
                 elif not reader.read():
                     await asyncio.sleep(0)
         assert found == commands
-        fd = hub._seats[P0]._socket.fileno()
-        await until(lambda: not asyncio.get_running_loop().remove_writer(fd))  # waits for no room
+        ours = hub._seats[P0]._socket
+        await until(lambda: not ours.has_unsent)
+        assert not asyncio.get_running_loop().remove_writer(ours)  # it waits for no room
         hub.send(P0, command_of(1))
         assert reader.read() and reader.next_frame() == encode(command_of(1))
     finally:
