@@ -115,7 +115,7 @@ async def measure(repeats: int, num_events: int) -> dict[str, list[float] | dict
                 await worker.wait()
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-            await hub.close()
+            hub.close()
     return raw
 
 

@@ -44,7 +44,7 @@ class Hub:
         self._on_event = on_event
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The one that watches the socket."""
+        """That watches the socket."""
         self._accept_again: asyncio.TimerHandle | None = None
         self._failure: asyncio.Future[NoReturn] | None = None
         self._connections: set[_Connection] = set()
@@ -78,43 +78,43 @@ class Hub:
         finally:
             self._disconnect()
 
-    async def close(self) -> None:
-        """Close the socket and forget what was not sent. `serve` receives nothing after that."""
+    def close(self) -> None:
+        """Close the socket and forget what was not sent. `serve` receives nothing after that.
+
+        Idempotent. From the loop that serves, if one does.
+        """
         self._disconnect()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-            os.unlink(self.address)
+            Path(self.address).unlink(missing_ok=True)
 
     def _watch(self) -> None:
         """Accept workers from now on."""
         assert self._loop is not None and self._listener is not None, "open it, then serve"
-        self._accept_again = None
-        self._loop.add_reader(self._listener, self._accept)
+        self._loop.add_reader(self._listener, self._accept, self._loop, self._listener)
 
-    def _accept(self) -> None:
-        assert self._loop is not None and self._listener is not None
+    def _accept(self, loop: asyncio.AbstractEventLoop, listener: socket.socket) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
         except BlockingIOError:  # it went away again
             return
         except OSError as error:  # no descriptors are left, and it stays in the queue
             logger.error("cannot accept a worker's connection: %s", error)
-            self._loop.remove_reader(self._listener)
-            self._accept_again = self._loop.call_later(_ACCEPT_AGAIN_S, self._watch)
+            loop.remove_reader(listener)
+            self._accept_again = loop.call_later(_ACCEPT_AGAIN_S, self._watch)
             return
-        self._connections.add(_Connection(self, sock, self._loop))
+        self._connections.add(_Connection(self, sock, loop))
 
     def _disconnect(self) -> None:
         """Watch nothing any more. Idempotent."""
-        if self._loop is None or self._listener is None:
-            return
-        self._loop.remove_reader(self._listener)
         if self._accept_again is not None:
             self._accept_again.cancel()
+        if self._loop is not None and self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._loop = None
         for connection in list(self._connections):
             connection.end()
-        self._loop = None
 
     # ── for the connections ───────────────────────────────────────────────────────────────────
 

@@ -61,10 +61,10 @@ class FrameSocket:
     def has_frame(self) -> bool:
         """Whether `next_frame` has an answer: a whole frame was read, or what is none."""
         num_read = len(self._incoming) - HEADER_BYTES
-        return (
-            num_read >= 0
-            and not num_read < _HEADER.unpack_from(self._incoming)[0] <= MAX_FRAME_BYTES
-        )
+        if num_read < 0:
+            return False
+        size = _HEADER.unpack_from(self._incoming)[0]
+        return num_read >= size or size > MAX_FRAME_BYTES
 
     def send(self, body: bytes) -> None:
         """Send one frame, or keep it. To an end that is closed it goes nowhere."""
@@ -100,7 +100,7 @@ class FrameSocket:
 
         Raises: ProtocolError for what is no frame; nothing is read after that.
         """
-        if not self.has_frame:
+        if len(self._incoming) < HEADER_BYTES:
             return None
         try:
             end = HEADER_BYTES + body_size(self._incoming)
@@ -108,6 +108,8 @@ class FrameSocket:
             self.is_ended = True
             self._incoming.clear()
             raise
+        if len(self._incoming) < end:
+            return None
         body = self._incoming[HEADER_BYTES:end]
         del self._incoming[:end]
         return body

@@ -78,7 +78,7 @@ async def serving(hub: Hub) -> AsyncIterator[None]:
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-        await hub.close()
+        hub.close()
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def test_closing_gives_up_on_a_hub_that_does_not_read(
     port = Port(hub.address, P0.instance, 1)
     port.send(StartFailed(instance=P0.instance, epoch=1, message="x" * MUCH))
     port.close()
-    asyncio.run(hub.close())
+    hub.close()
 
 
 async def test_last_words_are_heard_although_commands_were_sent_after_them(
@@ -443,7 +443,7 @@ async def test_what_the_hubs_user_raises_ends_serving(folder: Path) -> None:
         assert await next_command(port) == Stop(epoch=1)
     finally:
         port.close()
-        await hub.close()
+        hub.close()
 
 
 async def test_a_hub_that_is_closed_harms_nobody_and_leaves_nothing(folder: Path) -> None:
@@ -453,9 +453,9 @@ async def test_a_hub_that_is_closed_harms_nobody_and_leaves_nothing(folder: Path
     serving_task = asyncio.create_task(hub.serve())
     with raw(hub) as stranger:
         await asyncio.sleep(0)
-        await hub.close()
+        hub.close()
         assert await is_closed(stranger)
-    await hub.close()
+    hub.close()
     hub.send(P0, SendSnapshot(epoch=1))
     serving_task.cancel()
     await asyncio.gather(serving_task, return_exceptions=True)
@@ -502,7 +502,7 @@ def test_a_folder_with_too_long_a_path_is_refused_in_words(folder: Path) -> None
     deep.mkdir()
     hub = Hub(deep, lambda seat, event: None)
     hub.open()
-    asyncio.run(hub.close())
+    hub.close()
     hub = Hub(deep.with_name(deep.name + "ä"), lambda seat, event: None)
     size = channel._MAX_PATH_BYTES + 2
     with pytest.raises(StartError, match=rf"{deep}ä/hub.sock has a path of {size} bytes; .* 107:"):
