@@ -63,7 +63,7 @@ class FrameSocket:
         num_read = len(self._incoming) - HEADER_BYTES
         if num_read < 0:
             return False
-        size = _HEADER.unpack_from(self._incoming)[0]
+        size: int = _HEADER.unpack_from(self._incoming)[0]
         return num_read >= size or size > MAX_FRAME_BYTES
 
     def send(self, body: bytes) -> None:
