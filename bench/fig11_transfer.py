@@ -50,11 +50,11 @@ from bench.ops_blocks import BLOCK_SIZE, LLAMA_2_13B, LLAMA_3_1_8B, Shape
 from memserve.errors import MemServeError, TransferError
 from memserve.ops.blocks import Method
 from memserve.ops.nccl import MAX_CTAS
+from memserve.ops.nccl_pipe import Pieces
 from memserve.ops.views import BlockView
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
 from memserve.workers.links.base import Link, Rank
 from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES
-from memserve.workers.links.nccl_wire import Pieces
 from memserve.workers.links.nccl_worker import NcclSettings
 from memserve.workers.sleeps import sleep_exactly
 

@@ -27,7 +27,7 @@ from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
 from memserve.types import BlockId, TransferId
 from memserve.workers.links.base import Completion, Rank, RankPeer
-from memserve.workers.links.nccl_pipe import OutPipe
+from memserve.workers.links.nccl_pipe import Pipe
 from memserve.workers.links.nccl_wire import Announce, Done, Hello, Refusal, Welcome, Wire
 from memserve.workers.links.nccl_worker import ClosingError, LinkThread, Machinery
 
@@ -120,19 +120,15 @@ class Sender(LinkThread):
         """Make a way and use it until it breaks. Raises: ClosingError, TransferError."""
         wire = self._wire = self._connect()
         communicator: Communicator | None = None
-        pipe: OutPipe | None = None
+        pipe: Pipe | None = None
         try:
             communicator = self._machinery.fabric.join(self._greet(wire), rank=0)
             self._until(communicator.progress, self._settings.open_s, "making the communicator")
-            pipe = OutPipe(
-                self._machinery.gpu,
-                communicator,
-                self._view,
-                self._schedule,
-                self._settings.pieces,
+            pipe = self._make_pipe(
+                communicator, self._view, self._schedule, self._settings.pieces, is_sender=True
             )
-            self._warm_up(communicator, pipe)
-            self._work(wire, communicator, pipe)
+            self._warm_up(pipe)
+            self._work(wire, pipe)
         except (TransferError, ClosingError):
             raise
         except Exception as error:  # a broken way must not end the thread, which has jobs to fail
@@ -176,32 +172,27 @@ class Sender(LinkThread):
         self._until(lambda: self._is_welcome, self._settings.open_s, "waiting for an answer")
         return unique_id
 
-    def _warm_up(self, communicator: Communicator, pipe: OutPipe) -> None:
+    def _warm_up(self, pipe: Pipe) -> None:
         """The first pass sets connections up, which takes long; and it shows that the way works."""
         job = Job(_WARM_UP, [_WARM_BLOCK], [_WARM_BLOCK], self._clock())
-        self._launch(job, communicator, pipe)
-        self._until(
-            lambda: pipe.num_under_way == 0 and not self._pending,
-            self._settings.open_s,
-            "the first block",
-        )
+        self._launch(job, pipe)
+        self._until(lambda: not self._pending, self._settings.open_s, "the first block")
         self._has_opened = True
         self._outcome.set()
 
-    def _work(self, wire: Wire, communicator: Communicator, pipe: OutPipe) -> NoReturn:
+    def _work(self, wire: Wire, pipe: Pipe) -> NoReturn:
         """Until the way breaks or the link is closed; either raises."""
         while True:
             self._check()
             if self._inbox:
-                self._launch(self._inbox.popleft(), communicator, pipe)
+                self._launch(self._inbox.popleft(), pipe)
             elif self._pending:
-                communicator.progress()
-                self._require_progress(pipe)
+                self._run_pipe(pipe)
                 self._idle(wire, _LISTEN_S)
             else:
                 self._idle(wire)
 
-    def _launch(self, job: Job, communicator: Communicator, pipe: OutPipe) -> None:
+    def _launch(self, job: Job, pipe: Pipe) -> None:
         """Announce a transfer, and queue all its chunks."""
         if job.error is not None:  # cancelled before it began
             self._complete(job)
@@ -210,7 +201,7 @@ class Sender(LinkThread):
         self._number += 1
         self._pending[self._number] = job
         self._wire.send(Announce(self._number, list(job.target_ids)))
-        self._queue(communicator, pipe, job.source_ids)
+        self._queue(pipe, job.source_ids, self._schedule)
 
     def _look(self) -> None:
         assert self._wire is not None

@@ -18,7 +18,6 @@ Each frame is a big-endian 32-bit length and a msgpack body. Collaborators: `ncc
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import select
 import socket
@@ -30,23 +29,13 @@ from typing import TypeAlias
 import msgspec
 
 from memserve.errors import TransferError
+from memserve.ops.nccl_pipe import Pieces
 from memserve.types import BlockId, Heads, InstanceId
 
 _HEADER = struct.Struct(">I")
 _MAX_FRAME_BYTES = 64 << 20
 """Block ids of far more than any prompt: a longer frame means that the stream is broken."""
 _READ_BYTES = 1 << 16
-
-
-class Pieces(enum.Enum):
-    """In which pieces blocks cross. Links use the first; the others are for comparison."""
-
-    STAGED = "staged"
-    """Gathered into staging memory, one piece a chunk."""
-    BLOCKS = "blocks"
-    """From and into the KV memory, one piece an aggregated block, a chunk's in one launch."""
-    PAGES = "pages"
-    """The same, one piece and one launch for each layer of each block."""
 
 
 class Schedule(msgspec.Struct, frozen=True):
@@ -141,6 +130,9 @@ class Wire:
         body = _encoder.encode(frame)
         self._outgoing += _HEADER.pack(len(body)) + body
         self._flush()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def receive(self) -> Frame | None:
         """The next frame, if it is there.
