@@ -42,7 +42,7 @@ class Pair:
         for rank, device in enumerate(self.devices):
             torch.cuda.set_device(device)
             self.communicators.append(fabric.join(unique_id, rank))
-        until(lambda: all([one.progress() for one in self.communicators]), "both ranks")
+        until(lambda: all(one.progress() for one in self.communicators), "both ranks")
 
     def pipes(self, views: list[BlockView], **options: int) -> list[CudaPipe]:
         """The sending and the receiving end."""
@@ -131,7 +131,7 @@ def test_a_slice_of_the_heads_goes_into_the_same_heads(
 ) -> None:
     shape = geometry(num_blocks=NUM_BLOCKS, num_kv_heads=4)
     pair = make_pair(shape)
-    rows = head_rows(shape, 1, 2, PageOrder.TOKENS_FIRST)
+    rows = head_rows(shape, 1, 2, PageOrder.HEADS_FIRST)
     views = [BlockView.of(shape, memory, rows) for memory in pair.memories]
     sources, targets = draw(20, seed=1)
     move(pair.pipes(views), [sources, targets], cut(20, 3))
@@ -145,7 +145,7 @@ def test_a_slice_of_the_heads_goes_into_the_same_heads(
 def test_parts_of_pages_are_no_discrete_pieces(make_pair: Callable[[Geometry], Pair]) -> None:
     shape = geometry(num_blocks=NUM_BLOCKS, num_kv_heads=4)
     pair = make_pair(shape)
-    rows = head_rows(shape, 1, 2, PageOrder.TOKENS_FIRST)
+    rows = head_rows(shape, 1, 2, PageOrder.HEADS_FIRST)
     views = [BlockView.of(shape, memory, rows) for memory in pair.memories]
     with pytest.raises(TransferError, match="discrete pieces need whole pages"):
         pair.pipes(views, pieces=Pieces.PAGES)
