@@ -66,7 +66,7 @@ SLOW_S = 0.2
 """A way that takes longer than this is measured three times only."""
 LOOK_S = 20e-6
 """Between two polls: the links' threads need the interpreter too."""
-SWEPT_MIB = ((32, 384), (64, 384), (128, 384), (64, 256), (64, 128))
+SWEPT_MIB = ((32, 384), (64, 384), (96, 384), (128, 384), (64, 256), (64, 512))
 """Of the chunks at the ends, and of the others at most."""
 SWEPT_CTAS = (16, 32)
 PLAIN = "plain"

@@ -260,20 +260,16 @@ struct MemservePipe {
                 slot_ids_.data()};
     }
 
-    // Where the bytes of a piece lie, in order; neighbours made one.
+    // Where the bytes of a piece lie, in order. However the blocks lie here, the other end cuts alike.
     std::vector<Part> parts(const Piece &piece) const {
-        if (is_staged()) return {{config_.slots[piece.slot], block_bytes() * piece.block_ids.size()}};
+        const size_t num_blocks = piece.block_ids.size();
+        if (is_staged()) return {{config_.slots[piece.slot], block_bytes() * num_blocks}};
+        const size_t size = block_bytes() / config_.num_layers * piece.num_layers;
         std::vector<Part> found;
-        const size_t page = config_.row_bytes * config_.num_rows;
         for (const int64_t id : piece.block_ids)
-            for (int layer = 0; layer < piece.num_layers; ++layer) {
-                const uint64_t address = config_.blocks.base + id * config_.blocks.block_stride +
-                                         layer_offsets_[piece.first_layer + layer];
-                if (!found.empty() && found.back().address + found.back().size == address)
-                    found.back().size += page;
-                else
-                    found.push_back({address, page});
-            }
+            found.push_back({config_.blocks.base + id * config_.blocks.block_stride +
+                                 layer_offsets_[piece.first_layer],
+                             size});
         return found;
     }
 
@@ -334,9 +330,7 @@ int told(MemservePipe *pipe, MemservePipeCounts *counts, const Work &work) {
 } // namespace
 
 int memserve_pipe_open(const MemservePipeConfig *config, MemservePipe **pipe) {
-    const bool lies_apart = config->num_rows > 1 && config->blocks.row_stride != config->row_bytes;
-    if (config->max_ahead < 1 || config->pieces < MEMSERVE_STAGED || config->pieces > MEMSERVE_PAGES ||
-        (lies_apart && config->pieces != MEMSERVE_STAGED))
+    if (config->max_ahead < 1 || config->pieces < MEMSERVE_STAGED || config->pieces > MEMSERVE_PAGES)
         return cudaErrorInvalidValue;
     return told(config->device, [&] { *pipe = new MemservePipe(*config); });
 }

@@ -39,8 +39,8 @@ typedef struct {
 
 typedef enum {
     MEMSERVE_STAGED = 0, /* a chunk is one piece, gathered and scattered */
-    MEMSERVE_BLOCKS = 1, /* a chunk's blocks are sent from where they are, in one launch */
-    MEMSERVE_PAGES = 2   /* one piece and one launch for each layer of each block */
+    MEMSERVE_BLOCKS = 1, /* sent from where they are, a chunk in one launch; each block in one run */
+    MEMSERVE_PAGES = 2   /* one launch for each layer of each block; each page in one run */
 } MemservePieces;
 
 typedef struct {
@@ -48,7 +48,7 @@ typedef struct {
     void *communicator;
     MemserveSide blocks; /* this rank's; without block ids */
     int64_t row_bytes;
-    int32_t num_rows; /* of one layer of one block; more than one: they lie apart */
+    int32_t num_rows; /* of one layer of one block */
     int32_t num_layers;
     uint64_t slots[MEMSERVE_PIPE_SLOTS]; /* staging memory, each of slot_blocks blocks */
     int32_t slot_blocks;

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from memserve.errors import TransferError
+from memserve.ops.blocks import Ids
 from memserve.ops.build import BlockCopyLibrary, PipeConfig, Side
 from memserve.ops.nccl import NcclCommunicator
 from memserve.ops.views import BlockView
@@ -37,9 +38,9 @@ class Pieces(enum.IntEnum):
     STAGED = 0
     """Gathered into staging memory, one piece a chunk."""
     BLOCKS = 1
-    """From and into the KV memory, one piece an aggregated block, a chunk's in one launch."""
+    """From and into the KV memory, a chunk's blocks in one launch."""
     PAGES = 2
-    """The same, one piece and one launch for each layer of each block."""
+    """The same, one launch for each layer of each block."""
 
 
 class Counts(NamedTuple):
@@ -68,14 +69,12 @@ class CudaPipe:
     ) -> None:
         """A chunk has `slot_blocks` blocks at most; `max_ahead` launches may be under way.
 
-        Raises: TransferError (no room for the staging memory, discrete pieces of parts of pages).
+        Raises: TransferError (no room for the staging memory; pieces that do not lie in one run).
         """
         rows = view.rows
-        if pieces is not Pieces.STAGED and rows.count > 1 and rows.stride != rows.size_bytes:
-            raise TransferError("discrete pieces need whole pages")
+        _require_runs(view, pieces)
         self._library = library
         self._communicator = communicator
-        self._view = view
         count = NUM_SLOTS if pieces is Pieces.STAGED else 0
         self._slots = [_staging(slot_blocks * view.block_bytes, device) for _ in range(count)]
         self._config = PipeConfig(
@@ -101,17 +100,13 @@ class CudaPipe:
         )
         self._pipe = library.open_pipe(self._config)
 
-    def put(self, block_ids: Sequence[int], sizes: Sequence[int]) -> int:
+    def put(self, block_ids: Ids, sizes: Sequence[int]) -> int:
         """See `Pipe`."""
-        ids = np.fromiter(block_ids, dtype=np.int64, count=len(block_ids))
-        num_blocks = self._view.num_blocks
-        if len(ids) and not 0 <= ids.min() <= ids.max() < num_blocks:
-            raise TransferError(f"there are only blocks 0 to {num_blocks - 1} to move")
-        if sum(sizes) != len(ids):
-            raise TransferError(f"{len(ids)} blocks are no chunks of {list(sizes)}")
-        short, chunks = ids.astype(np.int32), np.array(sizes, dtype=np.int32)
+        if sum(sizes) != len(block_ids):
+            raise TransferError(f"{len(block_ids)} blocks are no chunks of {list(sizes)}")
+        chunks = np.array(sizes, dtype=np.int32)
         counts = self._library.put_into_pipe(
-            self._pipe, short.ctypes.data, chunks.ctypes.data, len(chunks)
+            self._pipe, block_ids.ctypes.data, chunks.ctypes.data, len(chunks)
         )
         return int(counts.put)
 
@@ -125,6 +120,14 @@ class CudaPipe:
     def close(self) -> None:
         """See `Pipe`."""
         self._library.close_pipe(self._pipe)
+
+
+def _require_runs(view: BlockView, pieces: Pieces) -> None:
+    """Whether the pieces lie in one run each. Raises: TransferError."""
+    if pieces is Pieces.BLOCKS and view.run_bytes != view.block_bytes:
+        raise TransferError("blocks whose pages lie apart are no pieces to send")
+    if pieces is Pieces.PAGES and view.run_bytes < view.rows.total_bytes:
+        raise TransferError("pages whose heads lie apart are no pieces to send")
 
 
 def _staging(size_bytes: int, device: torch.device) -> torch.Tensor:

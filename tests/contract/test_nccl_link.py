@@ -25,7 +25,7 @@ from memserve.errors import StartError, TransferError
 from memserve.ops.nccl import ID_BYTES, NcclFabric
 from memserve.ops.nccl_pipe import Pieces
 from memserve.ops.views import PageOrder, head_rows
-from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
+from memserve.types import Geometry, Heads, InstanceId, TransferId
 from memserve.workers.links import nccl
 from memserve.workers.links.base import Rank, RankPeer
 from memserve.workers.links.nccl import NcclEndpoint, NcclLink
@@ -621,7 +621,7 @@ def test_2048_tokens_of_llama_2_13b_go_in_six_chunks() -> None:
 def test_frames_arrive_whole_and_in_order_however_they_are_cut() -> None:
     left, right = socket.socketpair()
     sender, receiver, wake = Wire(left), Wire(right), Wake()
-    many = [BlockId(number) for number in range(200_000)]  # more than the socket takes at once
+    many = bytes(800_000)  # more than the socket takes at once
     sent = [Welcome(), Announce(1, many), Done(1, 7)]
     for frame in sent:
         sender.send(frame)

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 import torch
 
 from memserve.errors import TransferError
-from memserve.ops.blocks import library_for
+from memserve.ops.blocks import Ids, library_for
 from memserve.ops.nccl import NcclCommunicator, NcclFabric
 from memserve.ops.nccl_pipe import CudaPipe, Pieces
 from memserve.ops.views import BlockView, PageOrder, head_rows
@@ -86,13 +87,17 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def move(pipes: list[CudaPipe], ids: list[list[int]], sizes: list[int]) -> None:
     """One transfer, to its end."""
-    ends = [pipe.put(own, sizes) for pipe, own in zip(pipes, ids, strict=True)]
+    ends = [pipe.put(array(own), sizes) for pipe, own in zip(pipes, ids, strict=True)]
 
     def are_through() -> bool:
         counts = [pipe.run() for pipe in pipes]
         return all(c.finished >= end for c, end in zip(counts, ends, strict=True))
 
     until(are_through, "the transfer")
+
+
+def array(ids: list[int]) -> Ids:
+    return np.array(ids, dtype=np.int32)
 
 
 def cut(count: int, size: int) -> list[int]:
@@ -111,6 +116,8 @@ def test_scattered_blocks_arrive_and_no_other_changes(
     make_pair: Callable[[Geometry], Pair], pieces: Pieces, layout: str
 ) -> None:
     shape = geometry(layout, NUM_BLOCKS)
+    if pieces is Pieces.BLOCKS and not shape.has_whole_blocks:
+        return  # refused: see below
     pair = make_pair(shape)
     views = [BlockView.of(shape, memory) for memory in pair.memories]
     expected = pair.before[1].clone()
@@ -126,12 +133,13 @@ def test_scattered_blocks_arrive_and_no_other_changes(
     assert torch.equal(pair.memories[0], pair.before[0])
 
 
+@pytest.mark.parametrize("order", list(PageOrder))
 def test_a_slice_of_the_heads_goes_into_the_same_heads(
-    make_pair: Callable[[Geometry], Pair],
+    make_pair: Callable[[Geometry], Pair], order: PageOrder
 ) -> None:
     shape = geometry(num_blocks=NUM_BLOCKS, num_kv_heads=4)
     pair = make_pair(shape)
-    rows = head_rows(shape, 1, 2, PageOrder.HEADS_FIRST)
+    rows = head_rows(shape, 1, 2, order)
     views = [BlockView.of(shape, memory, rows) for memory in pair.memories]
     sources, targets = draw(20, seed=1)
     move(pair.pipes(views), [sources, targets], cut(20, 3))
@@ -142,13 +150,19 @@ def test_a_slice_of_the_heads_goes_into_the_same_heads(
     assert torch.equal(pair.memories[1], expected)
 
 
-def test_parts_of_pages_are_no_discrete_pieces(make_pair: Callable[[Geometry], Pair]) -> None:
+def test_pieces_that_do_not_lie_in_one_run_are_refused(
+    make_pair: Callable[[Geometry], Pair],
+) -> None:
     shape = geometry(num_blocks=NUM_BLOCKS, num_kv_heads=4)
     pair = make_pair(shape)
-    rows = head_rows(shape, 1, 2, PageOrder.HEADS_FIRST)
+    rows = head_rows(shape, 1, 2, PageOrder.TOKENS_FIRST)
     views = [BlockView.of(shape, memory, rows) for memory in pair.memories]
-    with pytest.raises(TransferError, match="discrete pieces need whole pages"):
+    with pytest.raises(TransferError, match="pages whose heads lie apart are no pieces"):
         pair.pipes(views, pieces=Pieces.PAGES)
+    apart = geometry("layer_first", NUM_BLOCKS)
+    views = [BlockView.of(apart, memory) for memory in pair.memories]
+    with pytest.raises(TransferError, match="blocks whose pages lie apart are no pieces"):
+        pair.pipes(views, pieces=Pieces.BLOCKS)
 
 
 def test_what_does_not_fit_is_refused_and_the_pipe_goes_on(
@@ -158,12 +172,10 @@ def test_what_does_not_fit_is_refused_and_the_pipe_goes_on(
     pair = make_pair(shape)
     views = [BlockView.of(shape, memory) for memory in pair.memories]
     pipes = pair.pipes(views)
-    with pytest.raises(TransferError, match="there are only blocks 0 to 63 to move"):
-        pipes[0].put([1, 64], [2])
     with pytest.raises(TransferError, match="cannot queue 1 chunks"):
-        pipes[0].put([1, 2, 3, 4], [4])  # a slot has three
+        pipes[0].put(array([1, 2, 3, 4]), [4])  # a slot has three
     with pytest.raises(TransferError, match=r"2 blocks are no chunks of \[1\]"):
-        pipes[0].put([1, 2], [1])
+        pipes[0].put(array([1, 2]), [1])
     move(pipes, [[5], [6]], [1])
     sent, arrived = (view.layer(0)[block] for view, block in zip(views, (5, 6), strict=True))
     assert torch.equal(sent.cpu(), arrived.cpu())
@@ -177,6 +189,6 @@ def test_a_pipe_can_be_closed_while_the_other_end_never_comes(
     views = [BlockView.of(shape, memory) for memory in pair.memories]
     pipes = pair.pipes(views, slot_blocks=60)
     move(pipes, [[5], [6]], [1])
-    end = pipes[1].put(list(range(60)), [60])  # nobody sends
+    end = pipes[1].put(array(list(range(60))), [60])  # nobody sends
     until(lambda: pipes[1].run().launched >= end, "the receive should be posted")
     assert pipes[1].run(end).finished < end

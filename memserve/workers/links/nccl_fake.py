@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from memserve.errors import TransferError
-from memserve.ops.blocks import TorchBlockOps
+from memserve.ops.blocks import Ids, TorchBlockOps
 from memserve.ops.nccl import ID_BYTES, Communicator
 from memserve.ops.nccl_pipe import Counts, Pieces
 from memserve.ops.views import BlockView
@@ -85,8 +85,8 @@ class FakePipe:
         self._counts = Counts(0, 0)
         gpu.num_pipes += 1
 
-    def put(self, block_ids: Sequence[int], sizes: Sequence[int]) -> int:
-        ids = list(block_ids)
+    def put(self, block_ids: Ids, sizes: Sequence[int]) -> int:
+        ids = block_ids.tolist()
         for size in sizes:
             if not 1 <= size <= self._slot_blocks:
                 raise TransferError(f"a chunk of {size} blocks; a slot has {self._slot_blocks}")

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
+from memserve.ops.blocks import Ids
 from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.nccl import Communicator, NcclCommunicator
 from memserve.ops.nccl_pipe import Counts, CudaPipe, Pieces
 from memserve.ops.views import BlockView
-from memserve.types import BlockId
 
 CHUNK_BYTES = 384 << 20
 """At most. Few launches: each costs the host 150 µs, and the way 20. `bench/fig11_transfer.py
@@ -33,9 +33,9 @@ class Pipe(Protocol):
     share blocks.
     """
 
-    def put(self, block_ids: Sequence[BlockId], sizes: Sequence[int]) -> int:
-        """Queue a transfer, in chunks of so many blocks; it is through when so many launches have
-        finished as are returned. Raises: TransferError."""
+    def put(self, block_ids: Ids, sizes: Sequence[int]) -> int:
+        """Queue a transfer of existing blocks, in chunks of so many; it is through when so many
+        launches have finished as are returned. Raises: TransferError."""
         ...
 
     def run(self, finished: int = 0, watch: int = -1) -> Counts:

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
+import numpy as np
 
 from memserve.errors import TransferError
+from memserve.ops.blocks import Ids, checked_ids
 from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
 from memserve.types import Heads
@@ -89,7 +91,7 @@ class Receiver(LinkThread):
             pipe = self._make_pipe(
                 communicator, view, hello.schedule, hello.pieces, is_sender=False
             )
-            self._work(pipe, hello.schedule, view.block_bytes)
+            self._work(pipe, hello.schedule, view)
         except PeerGoneError:
             logger.debug("%s has ended", self._thread.name)
         except TransferError as error:
@@ -107,25 +109,26 @@ class Receiver(LinkThread):
         self._thread.name = f"nccl from {hello.instance}"
         return hello
 
-    def _work(self, pipe: Pipe, schedule: Schedule, block_bytes: int) -> NoReturn:
+    def _work(self, pipe: Pipe, schedule: Schedule, view: BlockView) -> NoReturn:
         """Until the peer or the link ends; either raises."""
         while True:
             self._check()
             if self._heard:
-                self._post(self._heard.popleft(), pipe, schedule, block_bytes)
+                self._post(self._heard.popleft(), pipe, schedule, view)
             elif self._arriving:
                 self._run_pipe(pipe, self._arriving[0].end, self._wire.fileno())
             else:
-                self._idle(self._wire)
+                self._wire.wait(self._wake)
 
     def _post(
-        self, announced: Hello | Announce, pipe: Pipe, schedule: Schedule, block_bytes: int
+        self, announced: Hello | Announce, pipe: Pipe, schedule: Schedule, view: BlockView
     ) -> None:
         """Queue the arrival of one transfer."""
         if not isinstance(announced, Announce):
             raise TransferError("the peer greets twice")
-        end = self._queue(pipe, announced.block_ids, schedule)
-        size_bytes = len(announced.block_ids) * block_bytes
+        ids = checked_ids(_ids(announced), view.num_blocks, "receiver")
+        end = self._queue(pipe, ids, schedule)
+        size_bytes = len(ids) * view.block_bytes
         self._arriving.append(_Arrival(announced.number, size_bytes, end))
 
     def _look(self) -> None:
@@ -137,6 +140,13 @@ class Receiver(LinkThread):
             if not isinstance(frame, Hello | Announce):
                 raise TransferError(f"a sender may not say {type(frame).__name__}")
             self._heard.append(frame)
+
+
+def _ids(announced: Announce) -> Ids:
+    try:
+        return np.frombuffer(announced.block_ids, dtype="<i4")
+    except ValueError as error:
+        raise TransferError(f"no block ids: {error}") from error
 
 
 def _require_same_size(hello: Hello, view: BlockView) -> None:

@@ -14,15 +14,15 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
 from memserve.errors import TransferError
+from memserve.ops.blocks import Ids
 from memserve.ops.nccl import Communicator, Fabric
 from memserve.ops.nccl_pipe import Counts, Pieces
 from memserve.ops.views import BlockView
-from memserve.types import BlockId
 from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES, Gpu, Pipe
 from memserve.workers.links.nccl_wire import Schedule, Wake, Wire
 from memserve.workers.sleeps import sleep_exactly
@@ -157,7 +157,7 @@ class LinkThread(ABC):
             is_sender=is_sender,
         )
 
-    def _queue(self, pipe: Pipe, ids: Sequence[BlockId], schedule: Schedule) -> int:
+    def _queue(self, pipe: Pipe, ids: Ids, schedule: Schedule) -> int:
         """All chunks of a transfer; returns how many launches have finished when it is through.
 
         Raises: ClosingError, TransferError.
@@ -177,11 +177,6 @@ class LinkThread(ABC):
             self._progress_at = self._clock()
         if self._clock() > self._progress_at + self._settings.stall_s:
             raise TransferError(f"no progress in {self._settings.stall_s:g} s")
-
-    def _idle(self, wire: Wire, timeout_s: float | None = None) -> None:
-        """Sleep until the peer speaks or `_wake` is set."""
-        wire.wait(self._wake, timeout_s)
-        self._wake.clear()
 
     @staticmethod
     def _end_passage(communicator: Communicator | None, pipe: Pipe | None) -> None:
