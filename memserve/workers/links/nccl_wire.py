@@ -17,7 +17,6 @@ A frame's body (`frames.py`) is msgpack. Collaborators: `nccl_sender.py`, `nccl_
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import select
 import socket
@@ -28,18 +27,8 @@ import msgspec
 
 from memserve.errors import ProtocolError, TransferError
 from memserve.frames import FrameSocket
-from memserve.types import BlockId, Heads, InstanceId
-
-
-class Pieces(enum.Enum):
-    """In which pieces blocks cross. Links use the first; the others are for comparison."""
-
-    STAGED = "staged"
-    """Gathered into staging memory, one piece a chunk."""
-    BLOCKS = "blocks"
-    """From and into the KV memory, one piece an aggregated block, a chunk's in one launch."""
-    PAGES = "pages"
-    """The same, one piece and one launch for each layer of each block."""
+from memserve.ops.nccl_pipe import Pieces
+from memserve.types import Heads, InstanceId
 
 
 class Schedule(msgspec.Struct, frozen=True):
@@ -85,7 +74,8 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     """The next transfer: the receiver's blocks, in the order of the sender's."""
 
     number: int
-    block_ids: list[BlockId]
+    block_ids: bytes
+    """Little-endian 32-bit integers."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -132,17 +122,17 @@ class Wire:
         """Queue a frame; it leaves as the other end reads."""
         self._socket.send(_encoder.encode(frame))
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def receive(self) -> Frame | None:
         """The next frame, if it is there.
 
         Raises: PeerGoneError once the other end has closed and all frames are read; TransferError
         for what is no frame.
         """
-        self._socket.flush()
-        self._read()
         try:
-            body = self._socket.next_frame()
-            if body is not None:
+            if (body := self._socket.receive()) is not None:
                 return _decoder.decode(body)
         except (ProtocolError, msgspec.MsgspecError) as error:
             raise TransferError(f"not a frame of an NCCL link: {error}") from error
@@ -151,18 +141,20 @@ class Wire:
         return None
 
     def wait(self, wake: Wake, timeout_s: float | None = None) -> None:
-        """Until a frame may be there, or `wake` is set, or the time is over."""
+        """Until a frame may be there, or `wake` is set, which this clears, or the time is over."""
         if self._socket.has_frame:
             return
         poller = select.poll()
         room = select.POLLOUT if self._socket.has_unsent else 0
         poller.register(self._socket, select.POLLIN | room)
         poller.register(wake, select.POLLIN)
-        poller.poll(None if timeout_s is None else timeout_s * 1000)
+        ready = poller.poll(None if timeout_s is None else timeout_s * 1000)
+        if any(fd == wake.fileno() for fd, _ in ready):
+            wake.clear()
 
     def listen_for_end(self) -> None:
         """Take no interest in what else the other end says."""
-        self._read()
+        self._socket.read_all()
         self._socket.drop_unread()
 
     def end(self) -> None:
@@ -171,10 +163,6 @@ class Wire:
 
     def close(self) -> None:
         self._socket.close()
-
-    def _read(self) -> None:
-        while self._socket.read():
-            pass
 
 
 class Wake:
