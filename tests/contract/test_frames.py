@@ -106,3 +106,10 @@ def test_one_end_can_end_and_still_hear_the_other(pair: Pair) -> None:
     right.send(b"still")
     assert take_all(left) == [b"still"]
     assert take_all(right) == [] and right.is_ended and not left.is_ended
+
+
+def test_what_has_arrived_is_received_at_once(pair: Pair) -> None:
+    left, right = pair
+    left.send(b"x" * 100_000)  # more than is read in one piece
+    assert not left.has_unsent
+    assert right.receive() == b"x" * 100_000
