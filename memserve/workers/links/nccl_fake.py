@@ -10,13 +10,14 @@ from __future__ import annotations
 import secrets
 import select
 import socket
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from memserve.errors import TransferError
-from memserve.ops.blocks import Ids, TorchBlockOps
+from memserve.ops.blocks import TorchBlockOps
 from memserve.ops.nccl import ID_BYTES, Communicator
 from memserve.ops.nccl_pipe import Counts, Pieces
 from memserve.ops.views import BlockView
@@ -85,7 +86,7 @@ class FakePipe:
         self._counts = Counts(0, 0)
         gpu.num_pipes += 1
 
-    def put(self, block_ids: Ids, sizes: Sequence[int]) -> int:
+    def put(self, block_ids: array[int], sizes: Sequence[int]) -> int:
         ids = block_ids.tolist()
         for size in sizes:
             if not 1 <= size <= self._slot_blocks:
