@@ -76,9 +76,9 @@ def test_a_short_transfer_keeps_to_one_stream() -> None:
     pair = Pair(num_streams=3)
     pair.link._split_bytes = 4 * SHAPE.block_bytes
     pair.link.send(T1, ids(1, 2, 3), ids(4, 5, 6))
-    assert [stream.num_queued for stream in pair.streams] == [1, 0, 0]
+    assert [stream.num_queued for stream in pair.streams] == [3, 0, 0]
     pair.link.send(T2, ids(1, 2, 3, 7), ids(8, 9, 10, 11))
-    assert [stream.num_queued for stream in pair.streams] == [2, 1, 0]
+    assert [stream.num_queued for stream in pair.streams] == [5, 2, 0]
     assert len(pair.link.poll()) == 2
     assert all(pair.has_arrived(source, target) for source, target in ((1, 8), (7, 11)))
 
