@@ -57,10 +57,8 @@ class FakeGpu:
 
 
 class FakePipe:
-    """See `nccl_pipe.Pipe`: every piece is staged, and its bytes cross the communicator's socket.
-
-    A piece moves a little with every call of `run`.
-    """
+    """See `nccl_pipe.Pipe`: every piece is staged, and its bytes cross the communicator's socket,
+    as far as that goes in each call of `run`."""
 
     def __init__(
         self,
@@ -100,10 +98,13 @@ class FakePipe:
     def run(self, finished: int = 0, watch: int = -1) -> Counts:
         if not self._communicator.progress():
             return self._counts
-        while self._waiting and len(self._launched) < self._max_ahead:
-            self._launch(self._waiting.popleft())
-        if self._launched and not self._gpu.is_stuck and self._launched[0].move():
-            self._finish(self._launched.popleft())
+        has_moved = True
+        while has_moved:
+            while self._waiting and len(self._launched) < self._max_ahead:
+                self._launch(self._waiting.popleft())
+            has_moved = bool(self._launched) and self._launched[0].move() and not self._gpu.is_stuck
+            if has_moved:
+                self._finish(self._launched.popleft())
         if self._counts.finished < finished:
             select.select([fd for fd in [watch] if fd >= 0], [], [], _PAUSE_S)
         return self._counts

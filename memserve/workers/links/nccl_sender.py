@@ -112,7 +112,7 @@ class Sender(LinkThread):
         has not done so: it would have to wake up first."""
         if self._pending and not self._thread_waits and self._talking.acquire(blocking=False):
             try:
-                if self._is_working:
+                if self._is_working and self._failure is None:
                     self._listen()
             except TransferError as error:
                 self._failure = error
@@ -220,9 +220,8 @@ class Sender(LinkThread):
             self._check()
             if self._pending:
                 self._run_pipe(pipe)
-                wire.wait(self._wake, _LISTEN_S)
-            else:
-                wire.wait(self._wake)
+            if not self._inbox:
+                wire.wait(self._wake, _LISTEN_S if self._pending else None)
 
     @contextmanager
     def _talk(self) -> Iterator[None]:
