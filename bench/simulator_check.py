@@ -197,7 +197,8 @@ def _arguments() -> argparse.Namespace:
 def read(path: Path) -> Measured:
     """What an earlier run measured. Raises: SystemExit."""
     try:
-        return msgspec.convert(json.loads(path.read_text("utf-8"))["raw"]["measured"], Measured)
+        found = json.loads(path.read_text("utf-8"))["raw"]["measured"]
+        return msgspec.convert(found, Measured, str_keys=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"--replay {path}: not a result of this script: {error}") from error
 

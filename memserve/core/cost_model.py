@@ -181,6 +181,13 @@ class CostModel:
         seconds += num_decodes * self._decode_request_s + context_tokens * self._decode_context_s
         return self._factor * max(seconds, self._floor_s(tokens))
 
+    def launch_s(self, num_tokens: int) -> float:
+        """For so long launching a step of prompts keeps the host, which is free from then on.
+
+        0 where that is not known, or never so: a CPU's host computes the step itself.
+        """
+        return self._factor * max(self._floor_s(num_tokens), self._graph_floor_s)
+
     def decode_step_s(self, num_requests: int, context_tokens: int) -> float:
         """One decode step of a batch whose contexts sum up to `context_tokens`.
 

@@ -60,8 +60,10 @@ class Step(msgspec.Struct, eq=False):
     num_steps: int
     begun: float
     first_s: float
-    growth_s: float
+    growth_s: float = 0.0
     """How much longer each step takes than the one before."""
+    launch_s: float = 0.0
+    """After so long all is launched, and the host is free until the end; 0: it never is."""
 
     def seconds(self, num_steps: int) -> float:
         """How long the first so many of its steps take."""
@@ -105,6 +107,9 @@ class StepCosts(Protocol):
         self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
     ) -> float:
         """See `CostModel.step_s`."""
+
+    def launch_s(self, num_tokens: int) -> float:
+        """See `CostModel.launch_s`."""
 
     def request_s(self, num_tokens: int) -> float:
         """See `CostModel.request_s`."""
@@ -163,7 +168,7 @@ class SimulatedEngine:
         self._waiting.append(run)
 
     def abort(self, run: Run) -> None:
-        """Take it out; between two steps only."""
+        """Take it out, also of the step that runs."""
         if run in self._running:
             self._running.remove(run)
             self._release(run)
@@ -182,17 +187,22 @@ class SimulatedEngine:
         parts = [(count, run.num_computed) for run, count in chunks]
         first_s = self._costs.step_s(parts, len(decodes), context)
         first_s = self._slowdown * (first_s + self._intake_s)
-        self._intake_s = 0.0
-        step = Step(chunks, decodes, 1, self._clock(), first_s, 0.0)
-        if not chunks:
+        step = Step(chunks, decodes, 1, self._clock(), first_s)
+        if chunks:
+            launch_s = self._costs.launch_s(len(decodes) + sum(count for count, _ in parts))
+            step.launch_s = self._slowdown * (launch_s + self._intake_s) if launch_s else 0.0
+        else:
             self._take_together(step, context)
+        self._intake_s = 0.0
         return step
 
     def finish(self, step: Step) -> list[Output]:
-        """The step has run: its outputs, in order. Nothing may be added or aborted meanwhile."""
+        """The step has run: its outputs, in order. What was aborted meanwhile has no blocks."""
         self.busy_s += step.seconds(step.num_steps)
-        outputs = [self._advance(run, step.num_steps) for run in step.decodes]
+        outputs = [self._advance(run, step.num_steps) for run in step.decodes if run.block_ids]
         for run, count in step.chunks:
+            if not run.block_ids:
+                continue
             run.num_computed += count
             self._index(run)
             if run.num_computed == len(run.tokens):

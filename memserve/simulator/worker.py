@@ -6,7 +6,9 @@ wires are simulated. As in `workers/engine_loop.py`, everything happens between 
 
     commands ─▶ links ─▶ one step (or several of decoding alone) ─▶ Tokens, CacheChanged, Finished
 
-so that a command waits for the end of the step that runs when it arrives.
+so that a command waits for the end of the step that runs when it arrives. A step of prompts on a
+GPU is launched long before it has been computed; in between there is a turn too, as with vLLM's
+asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -140,12 +142,21 @@ class SimulatedWorker:
     def _turn(self) -> None:
         """Between two steps."""
         self._is_turn_due = False
+        self._look_around()
+        self._begin_step()
+        self._reports.flush()
+
+    def _launched(self, step: Step) -> None:
+        """The engine computes, and its host is free until the next step is to be launched."""
+        assert step is self._step, "only steps of decoding alone are cut"
+        self._look_around()
+        self._reports.flush()
+
+    def _look_around(self) -> None:
         while self._inbox:
             self._serve(self._inbox.popleft())
         self.transfers.poll()
         self.transfers.expire()
-        self._begin_step()
-        self._reports.flush()
 
     def _begin_step(self) -> None:
         if not self.engine.is_busy or self.ways.copies_until > self._queue.now():
@@ -154,8 +165,11 @@ class SimulatedWorker:
         if step is None and self.transfers.relax():
             step = self.engine.plan()
         self._step = step
-        if step is not None:
-            self._queue.at(step.end, partial(self._end_step, step, step.num_steps))
+        if step is None:
+            return
+        self._queue.at(step.end, partial(self._end_step, step, step.num_steps))
+        if step.begun < (launched_at := step.begun + step.launch_s) < step.end:
+            self._queue.at(launched_at, partial(self._launched, step))
 
     def _end_step(self, step: Step, num_steps: int) -> None:
         if step is not self._step or num_steps != step.num_steps:  # it was cut
