@@ -255,7 +255,7 @@ class StepFit(msgspec.Struct, frozen=True):
     """
 
     request_s: float = 0.0
-    """Once per request."""
+    """Once per prefill, whatever its steps; of prompts that begin in one step, once."""
     host_s: float = 0.0
     floor_s: float = 0.0
     graph_floor_s: float = 0.0
@@ -305,6 +305,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_calibrated(self) -> bool:
         return self.source == CALIBRATED
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.device.lower().startswith("cpu")
 
     def describe(self) -> str:
         """Where it comes from and what it is of, in a line."""

@@ -104,15 +104,16 @@ class StepCosts(Protocol):
     """What `CostModel` says of an engine's step."""
 
     def step_s(
-        self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
+        self,
+        chunks: Sequence[tuple[int, int]],
+        num_decodes: int = 0,
+        context_tokens: int = 0,
+        begun_tokens: int = 0,
     ) -> float:
         """See `CostModel.step_s`."""
 
     def launch_s(self, num_tokens: int) -> float:
         """See `CostModel.launch_s`."""
-
-    def request_s(self, num_tokens: int) -> float:
-        """See `CostModel.request_s`."""
 
 
 class EngineHooks(Protocol):
@@ -148,8 +149,8 @@ class SimulatedEngine:
         self._running: list[Run] = []
         self.busy_s = 0.0
         self.num_preempted = 0
-        self._intake_s = 0.0
-        """What taking in the requests costs that are new in the next step."""
+        self._begun_tokens = 0
+        """Of the prompts that begin with the next step."""
 
     @property
     def num_running(self) -> int:
@@ -185,15 +186,14 @@ class SimulatedEngine:
             return None
         context = sum(len(run.tokens) for run in decodes)
         parts = [(count, run.num_computed) for run, count in chunks]
-        first_s = self._costs.step_s(parts, len(decodes), context)
-        first_s = self._slowdown * (first_s + self._intake_s)
-        step = Step(chunks, decodes, 1, self._clock(), first_s)
+        first_s = self._costs.step_s(parts, len(decodes), context, self._begun_tokens)
+        self._begun_tokens = 0
+        step = Step(chunks, decodes, 1, self._clock(), self._slowdown * first_s)
         if chunks:
-            launch_s = self._costs.launch_s(len(decodes) + sum(count for count, _ in parts))
-            step.launch_s = self._slowdown * (launch_s + self._intake_s) if launch_s else 0.0
+            tokens = len(decodes) + sum(count for _, count in chunks)
+            step.launch_s = self._slowdown * self._costs.launch_s(tokens)
         else:
             self._take_together(step, context)
-        self._intake_s = 0.0
         return step
 
     def finish(self, step: Step) -> list[Output]:
@@ -287,7 +287,7 @@ class SimulatedEngine:
         run.num_indexed = len(hits)
         if not run.is_started:
             run.is_started = True
-            self._intake_s += self._costs.request_s(len(run.tokens))
+            self._begun_tokens += len(run.tokens)
             self._hooks.on_scheduled(run, run.num_computed)
         return True
 

@@ -191,9 +191,8 @@ def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[
     """The instances that are to serve these calls. Raises: ConfigError."""
     mode = parse_mode(options.mode, MAX_INSTANCES)
     profile = model.profile
-    is_cpu = profile.device.lower().startswith("cpu")
-    block_size = options.block_size or (32 if is_cpu else 16)
-    link = options.link or LINK_OF["cpu" if is_cpu else "cuda"]
+    block_size = options.block_size or (32 if profile.is_on_cpu else 16)
+    link = options.link or LINK_OF["cpu" if profile.is_on_cpu else "cuda"]
     known = [kind for kind in profile.links if kind != "dram"]
     if link not in known:
         raise ConfigError("--link", f"the profile knows no {link!r}", ", ".join(known))
@@ -242,7 +241,7 @@ def _check_memory(instances: int, blocks: int) -> None:
 def _kv_bytes(model: CostModel) -> float:
     """What is left of an instance's memory for KV."""
     profile, shape = model.profile, model.profile.shape
-    if profile.device.lower().startswith("cpu"):
+    if profile.is_on_cpu:
         return _CPU_KV_BYTES
     known = next((size for name, size in _MEMORY_BYTES.items() if name in profile.device), None)
     total = _USED_SHARE * (known or _OTHER_GPU_BYTES) * model.tp

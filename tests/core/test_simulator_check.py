@@ -73,6 +73,8 @@ def test_who_waits_for_a_processor_is_slower_by_that(run: Measured) -> None:
 
 
 def test_a_result_can_be_replayed(run: Measured, tmp_path: Path) -> None:
+    base = msgspec.structs.replace(run.base, steps={2: run.base.step})  # as on several GPUs
+    run = msgspec.structs.replace(run, base=base)
     path = tmp_path / "result.json"
     content: dict[str, Any] = {"raw": {"measured": msgspec.to_builtins(run)}}
     path.write_text(json.dumps(content))
