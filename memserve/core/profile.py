@@ -68,6 +68,8 @@ class ModelShape(msgspec.Struct, frozen=True):
             raise ValueError(f"the model's configuration lacks {', '.join(absent)}")
         heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
         dtype = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16")
+        if wrong := [key for key in needed if int(text[key]) < 1]:
+            raise ValueError(f"{wrong[0]} = {text[wrong[0]]}")
         return cls(
             num_layers=int(text["num_hidden_layers"]),
             hidden=hidden,

@@ -370,7 +370,7 @@ class SimulatedWorker:
                 epoch=self.seat.epoch,
                 peer=peer,
                 peer_epoch=self._peers[peer].seat.epoch,
-                geometry=self._hardware.geometry,
+                geometry=self._peers[peer]._hardware.geometry,
                 addresses={},
             )
         )
