@@ -168,14 +168,6 @@ class SimulatedEngine:
         """Queue a request."""
         self._waiting.append(run)
 
-    def abort(self, run: Run) -> None:
-        """Take it out, also of the step that runs."""
-        if run in self._running:
-            self._running.remove(run)
-            self._release(run)
-        else:
-            self._waiting.remove(run)
-
     # ── steps ─────────────────────────────────────────────────────────────────────────────────
 
     def plan(self) -> Step | None:
@@ -197,12 +189,10 @@ class SimulatedEngine:
         return step
 
     def finish(self, step: Step) -> list[Output]:
-        """The step has run: its outputs, in order. What was aborted meanwhile has no blocks."""
+        """The step has run: its outputs, in order."""
         self.busy_s += step.seconds(step.num_steps)
-        outputs = [self._advance(run, step.num_steps) for run in step.decodes if run.block_ids]
+        outputs = [self._advance(run, step.num_steps) for run in step.decodes]
         for run, count in step.chunks:
-            if not run.block_ids:
-                continue
             run.num_computed += count
             self._index(run)
             if run.num_computed == len(run.tokens):

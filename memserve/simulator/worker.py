@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from memserve.core.cost_model import CostModel
 from memserve.core.vocabulary import Seat
-from memserve.errors import ProtocolError, TransferError
 from memserve.messages import (
     Abort,
     Allocate,
@@ -36,15 +36,12 @@ from memserve.messages import (
     PeerJoined,
     PoolStats,
     Prefill,
-    Refused,
     Rejected,
-    ResetCache,
     SendSnapshot,
     Started,
     TokenOutput,
     Tokens,
     Transmit,
-    TransmitFailed,
 )
 from memserve.simulator.clock import EventQueue
 from memserve.simulator.engine import EngineLimits, Run, SimulatedEngine, Step
@@ -66,7 +63,7 @@ class SimulatedRequest(msgspec.Struct, frozen=True):
 
 
 class Hardware(msgspec.Struct, frozen=True):
-    """What all instances are made of."""
+    """What an instance is made of."""
 
     geometry: Geometry
     link: str
@@ -89,6 +86,8 @@ class SimulatedWorker:
     ) -> None:
         """`emit` takes every event at the moment it is sent."""
         self.seat = seat
+        self._me: dict[str, Any] = {"instance": seat.instance, "epoch": seat.epoch}
+        """What every event says first."""
         self.ways = Ways()
         self._hardware = hardware
         self._costs = costs
@@ -116,21 +115,22 @@ class SimulatedWorker:
             self.mempool, costs, hardware.limits, queue.now, self, slowdown
         )
         self._records = Records()
-        self._runs: dict[RequestId, Run] = {}
         self._ended: list[Run] = []
         self._inbox: deque[AnyCommand] = deque()
         self._step: Step | None = None
         self._is_turn_due = False
+        self._alarm: float | None = None
+        """When it wakes up for a deadline."""
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────
 
     def deliver(self, command: AnyCommand) -> None:
-        """A command arrives now; it is served between two steps."""
+        """A command arrives now; it is served when the host is free."""
         self._inbox.append(command)
         self._wake()
 
     def _wake(self) -> None:
-        """Something has happened: see to it when the step that runs now has ended."""
+        """Something has happened: see to it as soon as the host is free."""
         step = self._step
         if step is None:
             if not self._is_turn_due:
@@ -140,23 +140,23 @@ class SimulatedWorker:
             self._queue.at(step.end, partial(self._end_step, step, step.num_steps))
 
     def _turn(self) -> None:
-        """Between two steps."""
+        """Between two steps, or while one is computed whose host is free."""
         self._is_turn_due = False
-        self._look_around()
-        self._begin_step()
-        self._reports.flush()
-
-    def _launched(self, step: Step) -> None:
-        """The engine computes, and its host is free until the next step is to be launched."""
-        assert step is self._step, "only steps of decoding alone are cut"
-        self._look_around()
-        self._reports.flush()
-
-    def _look_around(self) -> None:
         while self._inbox:
             self._serve(self._inbox.popleft())
         self.transfers.poll()
         self.transfers.expire()
+        if self._step is None:
+            self._begin_step()
+        self._reports.flush()
+        deadline = self.transfers.next_deadline()
+        if deadline is not None and (self._alarm is None or deadline < self._alarm):
+            self._alarm = deadline
+            self._queue.at(deadline, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._wake()
 
     def _begin_step(self) -> None:
         if not self.engine.is_busy or self.ways.copies_until > self._queue.now():
@@ -169,7 +169,7 @@ class SimulatedWorker:
             return
         self._queue.at(step.end, partial(self._end_step, step, step.num_steps))
         if step.begun < (launched_at := step.begun + step.launch_s) < step.end:
-            self._queue.at(launched_at, partial(self._launched, step))
+            self._queue.at(launched_at, self._turn)
 
     def _end_step(self, step: Step, num_steps: int) -> None:
         if step is not self._step or num_steps != step.num_steps:  # it was cut
@@ -185,14 +185,7 @@ class SimulatedWorker:
             for output in self.engine.finish(step)
         ]
         if outputs:
-            self._emit(
-                Tokens(
-                    instance=self.seat.instance,
-                    epoch=self.seat.epoch,
-                    outputs=outputs,
-                    payload=b"",
-                )
-            )
+            self._emit(Tokens(**self._me, outputs=outputs, payload=b""))
         self._report_ended()
         self._turn()
 
@@ -216,8 +209,6 @@ class SimulatedWorker:
                 self.transfers.cancel(command)
             case Abort():
                 self._abort(command)
-            case ResetCache():
-                self.mempool.reset()
             case SendSnapshot():
                 self._reports.send_snapshot()
             case _:
@@ -249,35 +240,17 @@ class SimulatedWorker:
         record.is_private = command.is_private
         record.held_tokens = 0
         self._records.enter_engine(record, run.owner)
-        self._runs[record.id] = run
         self.engine.add(run)
 
     def _reject(self, command: Prefill | Decode, message: str) -> None:
         self._emit(
             Rejected(
-                instance=self.seat.instance,
-                epoch=self.seat.epoch,
-                request_id=command.request_id,
-                attempt=command.attempt,
-                message=message,
+                **self._me, request_id=command.request_id, attempt=command.attempt, message=message
             )
         )
 
     def _allocate(self, command: Allocate) -> None:
-        try:
-            record = self._records.learn(
-                command.request_id, command.known_tokens, command.token_ids
-            )
-        except ProtocolError as error:
-            self._emit(
-                Refused(
-                    instance=self.seat.instance,
-                    epoch=self.seat.epoch,
-                    transfer_id=command.transfer_id,
-                    reason=str(error),
-                )
-            )
-            return
+        record = self._records.learn(command.request_id, command.known_tokens, command.token_ids)
         num_tokens = command.known_tokens + len(command.token_ids)
         self.transfers.allocate(command, record.tokens[:num_tokens])
 
@@ -285,18 +258,8 @@ class SimulatedWorker:
         self._link_to(command.peer)
         if command.history is not None:
             self.transfers.transmit_history(command, command.history, _is_computed)
-            return
-        if self._records.get(command.request_id) is not None:
+        else:
             self.transfers.transmit(command)
-            return
-        self._emit(
-            TransmitFailed(
-                instance=self.seat.instance,
-                epoch=self.seat.epoch,
-                transfer_id=command.transfer_id,
-                reason=f"unknown request {command.request_id}",
-            )
-        )
 
     def _abort(self, command: Abort) -> None:
         assert not command.hold, "no simulated client looks for stop strings"
@@ -306,9 +269,7 @@ class SimulatedWorker:
         record = self._records.get(request_id)
         if record is None:
             return
-        if (run := self._runs.pop(request_id, None)) is not None:
-            self._records.leave_engine(record)
-            self.engine.abort(run)
+        assert record.engine_id is None, "no simulated client goes away"
         self._records.forget(request_id)
         self.transfers.drop_source(request_id)
         self.transfers.forget(request_id)
@@ -319,13 +280,7 @@ class SimulatedWorker:
         """Say it before the step runs: the scheduler allocates on D meanwhile."""
         self.transfers.scheduled(run.id)
         self._emit(
-            Started(
-                instance=self.seat.instance,
-                epoch=self.seat.epoch,
-                request_id=run.id,
-                attempt=run.attempt,
-                cached_tokens=cached_tokens,
-            )
+            Started(**self._me, request_id=run.id, attempt=run.attempt, cached_tokens=cached_tokens)
         )
 
     def on_finished(self, run: Run) -> None:
@@ -340,7 +295,6 @@ class SimulatedWorker:
     def _report_ended(self) -> None:
         ended, self._ended = self._ended, []
         for run in ended:
-            del self._runs[run.id]
             record = self._records.get(run.id)
             assert record is not None
             self._records.leave_engine(record)
@@ -348,8 +302,7 @@ class SimulatedWorker:
                 self.mempool.delete(run.tokens, run.namespace)
             self._emit(
                 Finished(
-                    instance=self.seat.instance,
-                    epoch=self.seat.epoch,
+                    **self._me,
                     request_id=run.id,
                     attempt=run.attempt,
                     held_tokens=record.held_tokens,
@@ -376,15 +329,12 @@ class SimulatedWorker:
         )
 
     def _open_link(self, peer: PeerJoined) -> SimulatedLink:
-        target = self._peers.get(peer.peer)
-        if target is None:
-            raise TransferError(f"there is no instance {peer.peer}")
         return SimulatedLink(
             self._hardware.link,
             self._hardware.geometry.block_bytes,
             self._costs.transfer_s,
             self.ways,
-            target.ways,
+            self._peers[peer.peer].ways,
             self._queue,
             self._wake,
         )
@@ -409,7 +359,7 @@ class SimulatedWorker:
             prefix_hit_tokens=0,
             prefix_query_tokens=0,
         )
-        self._emit(Heartbeat(instance=self.seat.instance, epoch=self.seat.epoch, stats=stats))
+        self._emit(Heartbeat(**self._me, stats=stats))
 
     # ── accounting ────────────────────────────────────────────────────────────────────────────
 
@@ -421,5 +371,5 @@ class SimulatedWorker:
 
 
 def _is_computed() -> bool:
-    """History is sent between two steps, when what is indexed is computed."""
+    """Of history: what the index knows has been computed."""
     return True

@@ -70,6 +70,20 @@ def test_a_profile_says_for_how_many_ranks_it_is(
     assert times[0] == times[1] > times[2]
 
 
+def test_a_trace_in_several_copies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    record = {"prompt": [["m", 100]], "output_tokens": 5}
+    path.write_text(
+        "".join(f"{json.dumps({**record, 'session': n, 'arrival_s': n})}\n" for n in range(4))
+    )
+    trace = ("--json", "--dataset", str(path))
+    code, out, _ = run(capsys, *trace, "--copies", "2", "--rate", "4", "--requests", "7")
+    assert (code, json.loads(out)["requests"]) == (0, 7)
+    assert json.loads(out)["duration_s"] < 4.0
+    code, _, err = run(capsys, *trace, "--copies", "2500000")
+    assert code == 2 and "--copies" in err and "up to 2,000,000" in err
+
+
 def test_roles_may_have_different_degrees(capsys: pytest.CaptureFixture[str]) -> None:
     load = ("--json", "--rate", "0.5", "--blocks", "9000", "--synthetic", "user_tokens=4000")
     by_tp = {

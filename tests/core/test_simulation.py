@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memserve.config import Config, SchedulerConfig
+from memserve.config import Config, SchedulerConfig, TransferConfig
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
@@ -298,6 +298,16 @@ def test_a_pool_too_small_for_all_puts_the_youngest_back() -> None:
     assert result.num_preempted > 0
     ends = [outcome.ended_at for outcome in result.outcomes]
     assert ends[0] == min(ends)  # type: ignore[type-var]
+
+
+def test_a_transfer_that_takes_too_long_is_abandoned() -> None:
+    """D computes the prompt itself, and the request ends when the link is quiet."""
+    config = Config(transfer=TransferConfig(reservation_s=3.0), scheduler=PLAIN.scheduler)
+    (outcome,) = simulate(
+        [call("a", 100, 4)], "1P1D-CC", config=config, costs=Plain(bytes_per_s=100), link="ipc"
+    ).outcomes
+    assert outcome.error is None
+    assert 3.0 < (outcome.jct_s or 0) < 3.0 + 0.1
 
 
 def test_a_full_queue_refuses_calls_and_the_run_goes_on() -> None:
