@@ -14,12 +14,14 @@ Collaborator: `worker.py`, which drives it and tells the scheduler.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
+from memserve.core.cost_model import CostModel
 from memserve.errors import OutOfBlocksError
+from memserve.messages import TokenOutput
 from memserve.types import BlockId, Namespace, RequestId
 from memserve.workers.mempool import MemPool
 
@@ -83,14 +85,6 @@ class Step(msgspec.Struct, eq=False):
         return True
 
 
-class Output(msgspec.Struct):
-    """What a request got from a step."""
-
-    run: Run
-    token_ids: list[int]
-    is_last: bool
-
-
 class EngineLimits(msgspec.Struct, frozen=True):
     """vLLM's `max_num_batched_tokens` and `max_num_seqs`, and how finely time is cut."""
 
@@ -98,22 +92,6 @@ class EngineLimits(msgspec.Struct, frozen=True):
     requests: int
     steps_together: int = 64
     """Decoding steps that may be taken as one: bounds how late anything is heard of."""
-
-
-class StepCosts(Protocol):
-    """What `CostModel` says of an engine's step."""
-
-    def step_s(
-        self,
-        chunks: Sequence[tuple[int, int]],
-        num_decodes: int = 0,
-        context_tokens: int = 0,
-        begun_tokens: int = 0,
-    ) -> float:
-        """See `CostModel.step_s`."""
-
-    def launch_s(self, num_tokens: int) -> float:
-        """See `CostModel.launch_s`."""
 
 
 class EngineHooks(Protocol):
@@ -132,7 +110,7 @@ class SimulatedEngine:
     def __init__(
         self,
         mempool: MemPool,
-        costs: StepCosts,
+        costs: CostModel,
         limits: EngineLimits,
         clock: Callable[[], float],
         hooks: EngineHooks,
@@ -188,7 +166,7 @@ class SimulatedEngine:
             self._take_together(step, context)
         return step
 
-    def finish(self, step: Step) -> list[Output]:
+    def finish(self, step: Step) -> list[TokenOutput]:
         """The step has run: its outputs, in order."""
         self.busy_s += step.seconds(step.num_steps)
         outputs = [self._advance(run, step.num_steps) for run in step.decodes]
@@ -199,7 +177,7 @@ class SimulatedEngine:
                 outputs.append(self._advance(run, 1))
         return outputs
 
-    def _advance(self, run: Run, num_steps: int) -> Output:
+    def _advance(self, run: Run, num_steps: int) -> TokenOutput:
         new = run.reply[:num_steps]
         del run.reply[:num_steps]
         run.tokens += new
@@ -210,7 +188,7 @@ class SimulatedEngine:
             self._running.remove(run)
             self._hooks.on_finished(run)
             self._release(run)
-        return Output(run, new, not run.reply)
+        return TokenOutput(run.id, run.attempt, new, None if run.reply else "length")
 
     def _plan_decodes(self) -> list[Run]:
         """Every decoding request that has a block for its next token."""

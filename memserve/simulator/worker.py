@@ -39,7 +39,6 @@ from memserve.messages import (
     Rejected,
     SendSnapshot,
     Started,
-    TokenOutput,
     Tokens,
     Transmit,
 )
@@ -175,16 +174,7 @@ class SimulatedWorker:
         if step is not self._step or num_steps != step.num_steps:  # it was cut
             return
         self._step = None
-        outputs = [
-            TokenOutput(
-                output.run.id,
-                output.run.attempt,
-                output.token_ids,
-                "length" if output.is_last else None,
-            )
-            for output in self.engine.finish(step)
-        ]
-        if outputs:
+        if outputs := self.engine.finish(step):
             self._emit(Tokens(**self._me, outputs=outputs, payload=b""))
         self._report_ended()
         self._turn()
