@@ -161,11 +161,7 @@ def main() -> None:
     levels = [level(run.loads, results, each) for each in machine.utilisations]
     raw: dict[str, Any] = {"loads": rows}
     if not args.replay:
-        raw |= {
-            "measured": msgspec.to_builtins(run),
-            "costs": msgspec.to_builtins(costs),
-            "simulated": [msgspec.to_builtins(result.outcomes) for result in results],
-        }
+        raw |= {"measured": run, "costs": costs, "simulated": [one.outcomes for one in results]}
     publish(
         "simulator_check",
         settings={
@@ -180,7 +176,7 @@ def main() -> None:
             for name, value in found.items()
             if name != "load"
         },
-        raw=raw,
+        raw=msgspec.to_builtins(raw),
         out=args.out,
         rows=[shown(found) for found in rows + levels],
     )

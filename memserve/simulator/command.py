@@ -16,7 +16,9 @@ from click.core import ParameterSource
 from memserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from memserve.core.cost_model import CostModel
     from memserve.simulator.setup import Options
+    from memserve.simulator.simulation import Setup
     from memserve.simulator.synthetic import Shape
 
 _PATH = click.Path(path_type=Path)
@@ -85,13 +87,7 @@ def simulate(
     costs = setup.costs(options)
     calls = setup.load(options)
     cluster = setup.cluster(options, settings.config, costs, calls)
-    if svg_file is not None and (as_json or svg_file == csv_file):
-        why = "the CSV file too" if svg_file == csv_file else "--json prints no picture"
-        raise ConfigError("--svg", f"cannot write {svg_file}: {why}")
-    for flag, file in (("--csv", csv_file), ("--svg", svg_file)):
-        if file is not None:
-            with _written(flag, file):
-                file.open("w").close()
+    _check_files(csv_file, svg_file, as_json)
     result = Simulation(cluster, calls, costs, time.perf_counter).run()
     summary = report.summarize(result, options.objectives)
     if csv_file is not None:
@@ -100,14 +96,8 @@ def simulate(
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
         return
-    sizes = sorted({*cluster.blocks_of.values()})
-    title = f"{cluster.mode} · {costs.profile.model} on {costs.profile.device} ({costs.source})"
     console = Console(record=svg_file is not None)
-    console.print(
-        f"{title} · {' or '.join(f'{size:,}' for size in sizes)} blocks of "
-        f"{cluster.hardware.geometry.block_size}",
-        soft_wrap=True,
-    )
+    console.print(_title(cluster, costs), soft_wrap=True)
     report.show(summary, result, options.objectives, console)
     if svg_file is not None:
         with _written("--svg", svg_file):
@@ -163,6 +153,23 @@ def _shape(assignments: tuple[str, ...]) -> Shape:
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$.")
         raise ConfigError(f"--synthetic {where.rstrip('`')}", what) from error
+
+
+def _title(cluster: Setup, costs: CostModel) -> str:
+    sizes = " or ".join(f"{size:,}" for size in sorted({*cluster.blocks_of.values()}))
+    what = f"{cluster.mode} · {costs.profile.model} on {costs.profile.device} ({costs.source})"
+    return f"{what} · {sizes} blocks of {cluster.hardware.geometry.block_size}"
+
+
+def _check_files(csv_file: Path | None, svg_file: Path | None, as_json: bool) -> None:
+    """Before the run: empties the files. Raises: ConfigError."""
+    if svg_file is not None and (as_json or svg_file == csv_file):
+        why = "the CSV file too" if svg_file == csv_file else "--json prints no picture"
+        raise ConfigError("--svg", f"cannot write {svg_file}: {why}")
+    for flag, file in (("--csv", csv_file), ("--svg", svg_file)):
+        if file is not None:
+            with _written(flag, file):
+                file.open("w").close()
 
 
 @contextmanager

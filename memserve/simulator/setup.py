@@ -225,27 +225,48 @@ def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[
     """The instances that are to serve these calls. Raises: ConfigError."""
     mode = parse_mode(options.mode, MAX_INSTANCES)
     profile = model.profile
+    link = _link(options, profile)
     block_size = options.block_size or (32 if profile.is_on_cpu else 16)
-    link = options.link or LINK_OF["cpu" if profile.is_on_cpu else "cuda"]
-    known = [kind for kind in profile.links if kind != "dram"]
-    if link not in known:
-        raise ConfigError("--link", f"the profile knows no {link!r}", ", ".join(known))
     block_bytes = model.kv_bytes(block_size)
     tp_of = _degrees(options, profile)
     room = {tp: int(_kv_bytes(profile, tp) // block_bytes) for tp in sorted({*tp_of.values()})}
     blocks_of = {instance: options.blocks or room[tp] for instance, tp in tp_of.items()}
-    blocks = min(blocks_of.values())
+    least = min(blocks_of.values())
     largest = max((call.total_tokens for call in calls), default=0)
-    if (blocks - 1) * block_size < largest:
+    if (least - 1) * block_size < largest:
         raise ConfigError(
             "--blocks",
-            f"{blocks} blocks of {block_size} tokens are too few for a call of {largest} tokens",
+            f"{least} blocks of {block_size} tokens are too few for a call of {largest} tokens",
             f"from {-(-largest // block_size) + 1}, or a smaller --max-context",
         )
     _check_memory(len(blocks_of), sum(blocks_of.values()))
+    scheduler = scheduler_settings(config, options.caching or mode.default_caching, link)
+    return Setup(
+        mode=mode,
+        scheduler=msgspec.structs.replace(scheduler, tp_of=tp_of),
+        hardware=Hardware(
+            _geometry(profile, block_size, block_bytes, least),
+            link,
+            EngineLimits(profile.chunk_tokens, options.max_num_seqs),
+        ),
+        message_s=options.message_s,
+        front_end_s=options.front_end_s,
+        blocks_of=blocks_of,
+    )
+
+
+def _link(options: Options, profile: Profile) -> str:
+    link = options.link or LINK_OF["cpu" if profile.is_on_cpu else "cuda"]
+    known = [kind for kind in profile.links if kind != "dram"]
+    if link not in known:
+        raise ConfigError("--link", f"the profile knows no {link!r}", ", ".join(known))
+    return link
+
+
+def _geometry(profile: Profile, block_size: int, block_bytes: int, blocks: int) -> Geometry:
     shape = profile.shape
     page_bytes = block_bytes // shape.num_layers
-    geometry = Geometry(
+    return Geometry(
         model=profile.model,
         dtype=profile.dtype,
         block_size=block_size,
@@ -254,15 +275,6 @@ def cluster(options: Options, config: Config, model: CostModel, calls: Iterable[
         page_bytes=page_bytes,
         block_stride=block_bytes,
         layer_offsets=tuple(layer * page_bytes for layer in range(shape.num_layers)),
-    )
-    scheduler = scheduler_settings(config, options.caching or mode.default_caching, link)
-    return Setup(
-        mode=mode,
-        scheduler=msgspec.structs.replace(scheduler, tp_of=tp_of),
-        hardware=Hardware(geometry, link, EngineLimits(profile.chunk_tokens, options.max_num_seqs)),
-        message_s=options.message_s,
-        front_end_s=options.front_end_s,
-        blocks_of=blocks_of,
     )
 
 
