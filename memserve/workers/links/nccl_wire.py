@@ -75,7 +75,7 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     block_ids: bytes
-    """Little-endian 32-bit integers."""
+    """Integers of 32 bits: the ends share a host."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
