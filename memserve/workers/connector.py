@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from memserve.workers.rank_messages import StepOrders
+
 
 class ConnectorHost(Protocol):
     """Whoever has to know what the engine does. All calls come from the thread that computes."""
@@ -51,6 +53,18 @@ class ConnectorHost(Protocol):
         """The step that runs next computes so many tokens of each request."""
         ...
 
+    def step_orders(self) -> StepOrders | None:
+        """What the step brings to the ranks, if they are other processes. After `on_step`."""
+        ...
+
+    def before_step(self, orders: StepOrders) -> None:
+        """On a rank: nothing of the step has written to the KV cache yet."""
+        ...
+
+    def after_step(self, orders: StepOrders) -> None:
+        """On a rank: the step has computed all its KV (on a GPU: queued it)."""
+        ...
+
     def on_layer(self, layer_name: str) -> None:
         """The step has computed this layer (on a GPU: queued it). Told in the style `layer`."""
         ...
@@ -58,6 +72,13 @@ class ConnectorHost(Protocol):
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         """The request has ended, or was aborted; right after this its blocks are freed."""
         ...
+
+
+class StepMetadata(KVConnectorMetadata):
+    """What vLLM carries from the scheduler's half to the worker's, with each step."""
+
+    def __init__(self, orders: StepOrders | None) -> None:
+        self.orders = orders
 
 
 class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -109,8 +130,14 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._tells_layers:
             self._host.on_layer(layer_name)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called before the step overwrites blocks that were evicted for it."""
+        if (orders := _orders(kv_connector_metadata)) is not None:
+            self._host.before_step(orders)
+
     def wait_for_save(self) -> None:
-        pass
+        if (orders := _orders(self._connector_metadata)) is not None:
+            self._host.after_step(orders)
 
     # ── the scheduler's half ──────────────────────────────────────────────────────────────────
 
@@ -128,7 +155,7 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
         for new in scheduler_output.scheduled_new_reqs:
             self._host.on_scheduled(new.req_id, new.num_computed_tokens)
         self._host.on_step(scheduler_output.num_scheduled_tokens)
-        return KVConnectorMetadata()
+        return StepMetadata(self._host.step_orders())
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -140,3 +167,7 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
+
+
+def _orders(metadata: KVConnectorMetadata | None) -> StepOrders | None:
+    return metadata.orders if isinstance(metadata, StepMetadata) else None

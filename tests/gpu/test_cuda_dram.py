@@ -10,7 +10,8 @@ import torch
 
 from memserve.ops.blocks import block_ops
 from memserve.types import BlockId, Geometry
-from memserve.workers.dram import CopyEnd, DramTier
+from memserve.workers.copies import BlockCopies, CopyEnd
+from memserve.workers.dram import DramTier
 from memserve.workers.hostmemory import HostMemory
 
 pytestmark = pytest.mark.gpu
@@ -43,9 +44,8 @@ class Rig:
         size = BLOCKS * LAYERS * PAGE_BYTES
         self.hbm = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda:0")
         self.memory = HostMemory(16 * self.geometry.block_bytes, pin=True)
-        self.tier = DramTier(
-            self.geometry, self.hbm, self.memory, block_ops(self.hbm.device), time.monotonic
-        )
+        ops = block_ops(self.hbm.device)
+        self.tier = DramTier(BlockCopies(self.geometry, self.hbm, self.memory, ops, time.monotonic))
 
     def block(self, block_id: int) -> torch.Tensor:
         """Its pages, on the CPU."""
@@ -92,8 +92,8 @@ def test_blocks_go_out_and_come_back_into_others(rig: Rig) -> None:
     slots = rig.tier.copy_out("a", ids(*sources))
     assert [end.error for end in rig.finish()] == [None]
     for slot, contents in zip(slots, before, strict=True):
-        start = slot * rig.tier.slot_bytes
-        assert torch.equal(rig.memory.tensor[start : start + rig.tier.slot_bytes], contents)
+        start = slot * rig.geometry.block_bytes
+        assert torch.equal(rig.memory.tensor[start : start + rig.geometry.block_bytes], contents)
     rig.tier.copy_in("b", slots, ids(*targets))
     assert [end.error for end in rig.finish()] == [None]
     for block_id, contents in zip(targets, before, strict=True):
@@ -110,8 +110,8 @@ def test_a_copy_waits_for_what_the_engine_has_queued(rig: Rig) -> None:
     (slot,) = rig.tier.copy_out("a", ids(3))
     assert rig.tier.poll() == [], "nobody waits for it"
     assert [end.error for end in rig.finish()] == [None]
-    start = slot * rig.tier.slot_bytes
-    assert bool((rig.memory.tensor[start : start + rig.tier.slot_bytes] == 7).all())
+    start = slot * rig.geometry.block_bytes
+    assert bool((rig.memory.tensor[start : start + rig.geometry.block_bytes] == 7).all())
 
 
 def test_the_engine_writes_only_when_a_block_is_saved(rig: Rig) -> None:
@@ -124,12 +124,12 @@ def test_the_engine_writes_only_when_a_block_is_saved(rig: Rig) -> None:
     assert not torch.cuda.current_stream().query(), "the engine's work is still to be done"
     torch.cuda.synchronize()
     for slot in slots:
-        start = slot * rig.tier.slot_bytes
-        assert bool((rig.memory.tensor[start : start + rig.tier.slot_bytes] == 7).all())
+        start = slot * rig.geometry.block_bytes
+        assert bool((rig.memory.tensor[start : start + rig.geometry.block_bytes] == 7).all())
 
 
 def test_others_find_a_block_saved_when_the_call_returns(rig: Rig) -> None:
     contents = rig.block(5)
     (slot,) = rig.tier.save(ids(5), for_engine=False)
-    start = slot * rig.tier.slot_bytes
-    assert torch.equal(rig.memory.tensor[start : start + rig.tier.slot_bytes], contents)
+    start = slot * rig.geometry.block_bytes
+    assert torch.equal(rig.memory.tensor[start : start + rig.geometry.block_bytes], contents)
