@@ -49,19 +49,18 @@ class ConnectorHost(Protocol):
         """The request was scheduled for the first time; its step has not run yet."""
         ...
 
-    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
-        """The step that runs next computes so many tokens of each request."""
+    def on_step(self, num_scheduled: Mapping[str, int]) -> StepOrders | None:
+        """The step that runs next computes so many tokens of each request.
+
+        Returns what it has to bring to the ranks, if they are other processes.
+        """
         ...
 
-    def step_orders(self) -> StepOrders | None:
-        """What the step brings to the ranks, if they are other processes. After `on_step`."""
-        ...
-
-    def before_step(self, orders: StepOrders) -> None:
+    def on_step_begins(self, orders: StepOrders) -> None:
         """On a rank: nothing of the step has written to the KV cache yet."""
         ...
 
-    def after_step(self, orders: StepOrders) -> None:
+    def on_step_ended(self, orders: StepOrders) -> None:
         """On a rank: the step has computed all its KV (on a GPU: queued it)."""
         ...
 
@@ -133,11 +132,11 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the step overwrites blocks that were evicted for it."""
         if (orders := _orders(kv_connector_metadata)) is not None:
-            self._host.before_step(orders)
+            self._host.on_step_begins(orders)
 
     def wait_for_save(self) -> None:
         if (orders := _orders(self._connector_metadata)) is not None:
-            self._host.after_step(orders)
+            self._host.on_step_ended(orders)
 
     # ── the scheduler's half ──────────────────────────────────────────────────────────────────
 
@@ -154,8 +153,7 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         for new in scheduler_output.scheduled_new_reqs:
             self._host.on_scheduled(new.req_id, new.num_computed_tokens)
-        self._host.on_step(scheduler_output.num_scheduled_tokens)
-        return StepMetadata(self._host.step_orders())
+        return StepMetadata(self._host.on_step(scheduler_output.num_scheduled_tokens))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -107,7 +107,7 @@ def places_of(geometry: Geometry, hbm: torch.Tensor, memory: HostMemory) -> Plac
     Both in as few and as long rows as the blocks' layout allows; a slot has all its block's pages
     together. Raises: StartError if not even one block fits.
     """
-    num_slots = slots_in(memory.size_bytes, geometry)
+    num_slots = slots_in(memory.size_bytes, geometry.block_bytes)
     offsets: Sequence[int] = geometry.layer_offsets
     page = geometry.page_bytes
     if geometry.has_whole_blocks:
@@ -130,11 +130,11 @@ def places_of(geometry: Geometry, hbm: torch.Tensor, memory: HostMemory) -> Plac
     return Places(blocks, slots)
 
 
-def slots_in(size_bytes: int, geometry: Geometry) -> int:
-    """How many of one rank's blocks so much host memory holds. Raises: StartError for none."""
-    if not (num_slots := size_bytes // geometry.block_bytes):
+def slots_in(size_bytes: int, block_bytes: int) -> int:
+    """How many blocks so much host memory holds. Raises: StartError for none."""
+    if not (num_slots := size_bytes // block_bytes):
         raise StartError(
-            f"mempool.dram_gb: {size_bytes} bytes do not hold one block of {geometry.block_bytes}"
+            f"mempool.dram_gb: {size_bytes} bytes do not hold one block of {block_bytes}"
         )
     return num_slots
 

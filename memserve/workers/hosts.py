@@ -117,17 +117,15 @@ class _LoopHost:
         if self.loop is not None:
             self.loop.on_scheduled(request_id, cached_tokens)
 
-    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+    def on_step(self, num_scheduled: Mapping[str, int]) -> StepOrders | None:
         if self.loop is not None:
             self.loop.on_step(num_scheduled)
-
-    def step_orders(self) -> StepOrders | None:
         return None
 
-    def before_step(self, orders: StepOrders) -> None:
+    def on_step_begins(self, orders: StepOrders) -> None:
         pass
 
-    def after_step(self, orders: StepOrders) -> None:
+    def on_step_ended(self, orders: StepOrders) -> None:
         pass
 
     def on_layer(self, layer_name: str) -> None:
@@ -270,13 +268,13 @@ class RankedKvHost(_LoopHost):
             target=self._serve, args=(agent, memory, rank), name="rank agent", daemon=True
         ).start()
 
-    def before_step(self, orders: StepOrders) -> None:
+    def on_step_begins(self, orders: StepOrders) -> None:
         assert self._dram is not None
         self._dram.before_step(orders)
 
-    def after_step(self, orders: StepOrders) -> None:
+    def on_step_ended(self, orders: StepOrders) -> None:
         assert self._dram is not None
-        self._dram.after_step(orders.number)
+        self._dram.after_step(orders)
 
     def _serve(self, agent: RankAgent, memory: KvMemory, rank: int) -> None:
         try:
@@ -317,7 +315,8 @@ class RankedKvHost(_LoopHost):
         self._copies = RankedCopies(self._group, self._joined[0].geometry, size_bytes)
         return self._copies
 
-    def step_orders(self) -> StepOrders | None:
+    def on_step(self, num_scheduled: Mapping[str, int]) -> StepOrders | None:
+        super().on_step(num_scheduled)
         return None if self._copies is None else self._copies.step()
 
     def stop(self) -> None:

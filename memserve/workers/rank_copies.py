@@ -59,8 +59,8 @@ class RankedCopies:
         """
         self._group = group
         self._ranks = range(geometry.tp_size)
-        share = size_bytes // geometry.tp_size
-        self.num_slots = slots_in(share, geometry)
+        self.num_slots = slots_in(size_bytes, geometry.block_bytes * geometry.tp_size)
+        share = self.num_slots * geometry.block_bytes
         self._jobs: dict[str, _Job] = {}
         self._savings: list[Saving] = []
         """For the step that is being made."""

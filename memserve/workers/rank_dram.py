@@ -77,13 +77,13 @@ class RankDram:
         for saving in orders.savings:
             self._saver.save(saving.block_ids, saving.slot_ids, for_engine=True)
 
-    def after_step(self, number: int) -> None:
+    def after_step(self, orders: StepOrders) -> None:
         """The step is queued on the device; on the CPU it has ended."""
         if self._hbm.is_cuda:
             step = torch.cuda.Event()
             step.record()
             self._step = step
-        self._num_steps = number  # last: the other thread looks at it first
+        self._num_steps = orders.number  # last: the other thread looks at it first
 
     # ── the agent's thread ────────────────────────────────────────────────────────────────────
 

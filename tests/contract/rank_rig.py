@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -90,8 +91,8 @@ class Ranks:
             KvBuffer.create(size) if host is None else GpuBuffer(FakeDevice(host), size)
             for size in sizes
         ]
-        self.make_ops: Callable[[], BlockOps] = TorchBlockOps
-        """Of the DRAM tier."""
+        self.make_ops: Callable[[int], BlockOps] = lambda rank: TorchBlockOps()
+        """Of a rank's part of the DRAM tier."""
         self.drams: list[RankDram] = []
         self._agents: list[threading.Thread] = []
         self._groups: list[RankGroup] = []
@@ -156,7 +157,7 @@ class Ranks:
         pairs = [Pipe() for _ in range(self.tp)]
         for rank, (_, end) in enumerate(pairs):
             buffer = self._buffers[rank].tensor.view(torch.uint8)
-            dram = RankDram(self.geometries[rank], buffer, self.make_ops)
+            dram = RankDram(self.geometries[rank], buffer, partial(self.make_ops, rank))
             self.drams.append(dram)
             self._agents.append(start_agent(end, self._openers(rank), dram))
         self._groups.append(RankGroup([driver for driver, _ in pairs]))

@@ -24,6 +24,7 @@ from memserve.messages import (
     Finished,
     History,
     Prefill,
+    Ready,
     Rejected,
     ResetCache,
     Sent,
@@ -245,18 +246,24 @@ NUM_BLOCKS = 36
 DRAM_BLOCKS = 110
 
 
-@pytest.fixture(scope="module")
-def rig(model_folder: Path) -> Iterator[Rig]:
+@pytest.fixture(
+    scope="module",
+    params=[(1, 1), (3, 1), (1, 3)],
+    ids=["one rank each", "P0 has three", "D0 has three"],
+)
+def rig(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Rig]:
     """A prefill and a decode instance, both with a small HBM pool and a DRAM tier."""
     made = Rig(str(model_folder))
     try:
-        readies = made.start(
-            "P0",
-            "D0",
-            engine=SMALL,
-            kv_bytes=NUM_BLOCKS * BLOCK_BYTES,
-            dram_bytes=DRAM_BLOCKS * BLOCK_BYTES,
-        )
+        readies: dict[str, Ready] = {}
+        for instance, tp in zip(("P0", "D0"), request.param, strict=True):
+            readies |= made.start(
+                instance,
+                engine=SMALL,
+                kv_bytes=NUM_BLOCKS * BLOCK_BYTES,
+                dram_bytes=DRAM_BLOCKS * BLOCK_BYTES,
+                tp=tp,
+            )
         made.link(readies)
         yield made
     finally:
