@@ -213,8 +213,11 @@ class RankGroup:
 
     def listen_to_all(self) -> None:
         """As `listen`, to every rank."""
-        for rank in range(len(self._connections)):
-            self.listen(rank)
+        alive = [c for rank, c in enumerate(self._connections) if rank not in self._lost]
+        ready = wait(alive, 0)  # one look at all of them
+        for rank, connection in enumerate(self._connections):
+            if connection in ready:
+                self.listen(rank)
 
     def wait(self, is_done: Callable[[], bool], patience_s: float | None = None) -> None:
         """Listen until it is done, or so long, `answer_s` by default; the caller looks which."""
