@@ -250,7 +250,7 @@ DRAM_BLOCKS = 110
 
 def ranks(*degrees: tuple[int, int]) -> Any:
     """With P0 and D0 of so many ranks."""
-    ids = [f"P0 {p}, D0 {d}" for p, d in degrees]
+    ids = [f"P{p}D{d}" for p, d in degrees]
     return pytest.mark.parametrize("rig", degrees, indirect=True, ids=ids, scope="module")
 
 
