@@ -410,7 +410,8 @@ def test_a_rank_that_is_killed_in_mid_swap_takes_the_instance_along(rig: Rig) ->
     assert all(has_private_memory(member.pid, 10 * BLOCK_BYTES) for member in members)
     tokens = words(330, 110)
     run(rig, "PD9", tokens, 1, "past")
-    run(rig, "PD9", words(400, 111), 1, "other")  # pushes it out of HBM
+    # Pushes it out of HBM, and leaves empty blocks behind.
+    rig.whole("PD9", words(400, 111), request_bytes(1), "other")
     members[1].suspend()  # its part of the copy cannot end
     rig.send("PD9", whole_request(tokens, 1, "again"))
     holders = rig.audit("PD9").holders
