@@ -340,7 +340,8 @@ class Engine:
     @property
     def is_starved(self) -> bool:
         """Whether requests wait for nothing but blocks (not, say, for a grammar)."""
-        if self._core.batch_queue or self._scheduler.running:
+        in_flight = self._core.batch_queue or ()  # with nothing to compute, empty steps are
+        if self._scheduler.running or any(s.total_num_scheduled_tokens for _, s, _ in in_flight):
             return False
         ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         return any(request.status in ready for request in self._scheduler.waiting)
