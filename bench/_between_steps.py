@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from memserve import zygote_process
+from memserve import cli, zygote_process
 from memserve.workers.step_outputs import StepOutputs
 
 _ZYGOTE = "memserve.workers.zygote"
@@ -42,15 +42,13 @@ def _never(outputs: StepOutputs, serve: Callable[[], None]) -> int:
 def main() -> None:
     """Be the orchestrator, or its zygote."""
     if "--fd" in sys.argv:
-        StepOutputs.serve_while_waiting = _never  # type: ignore[method-assign]
+        StepOutputs.serve_while_waiting = _never  # type: ignore[method-assign, assignment]
         from memserve.workers import zygote
 
         zygote.main()
         return
-    zygote_process.subprocess = _Subprocess()  # type: ignore[assignment]
-    from memserve import cli
-
-    sys.exit(cli.main())
+    vars(zygote_process)["subprocess"] = _Subprocess()
+    cli.main()
 
 
 if __name__ == "__main__":

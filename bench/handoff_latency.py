@@ -113,6 +113,12 @@ def figures(variant: Variant) -> dict[str, tuple[float, float]]:
     return found
 
 
+def row(variant: Variant) -> dict[str, Scalar]:
+    """A line of the table."""
+    found: dict[str, Scalar] = {"serves": variant.name, "n": len(variant.samples)}
+    return found | {name: f"{p50:.1f} {p99:.1f}" for name, (p50, p99) in figures(variant).items()}
+
+
 def metrics(variants: Sequence[Variant]) -> dict[str, Scalar]:
     """All figures, and the ratios of the medians where both ways were measured."""
     known = {variant.name: figures(variant) for variant in variants if variant.samples}
@@ -139,12 +145,7 @@ def main() -> None:
             variant.faults.append(" ".join(f"{type(error).__name__}: {error}".split())[-500:])
         for fault in sorted(set(variant.faults)):
             print(f"{variant.name}, {variant.faults.count(fault)} times: {fault}")
-    rows: list[dict[str, Scalar]] = [
-        {"serves": variant.name, "n": len(variant.samples)}
-        | {title: f"{p50:.1f} {p99:.1f}" for title, (p50, p99) in figures(variant).items()}
-        for variant in variants
-        if variant.samples
-    ]
+    rows = [row(variant) for variant in variants if variant.samples]
     publish(
         "handoff_latency",
         settings={
