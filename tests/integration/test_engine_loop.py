@@ -133,7 +133,7 @@ class ScriptedEngine:
 
     def fence(self) -> Callable[[], bool]:
         last_step = self.num_steps + self.steps_in_flight
-        return lambda: self.num_ended >= last_step
+        return lambda: self.num_ended >= last_step or not self.is_busy
 
     def serve_while_waiting(self, serve: Callable[[], None]) -> int:
         self.serve = serve
