@@ -192,13 +192,10 @@ class DramTier:
         """Copy blocks that somebody is about to write into free slots, which are held at once.
 
         `for_engine`: the engine writes them, by work that it queues from now on, and that waits for
-        the copy. Else this call does, and for nothing else: what is in flight in the engine was
-        queued when nobody could take these blocks, and does not write them.
-        Raises: OutOfBlocksError, TransferError (nothing is held).
+        the copy. Else this call does. Raises: OutOfBlocksError, TransferError (nothing is held).
         """
         slot_ids = self._take_slots(len(block_ids))
-        if for_engine:
-            self._urgent.follow_engine()
+        self._urgent.follow_engine()
         try:
             self._ops.swap_blocks(
                 self._blocks, self._slots, block_ids, slot_ids, stream=self._urgent.stream
