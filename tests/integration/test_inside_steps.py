@@ -90,6 +90,9 @@ GEOMETRY = Geometry(
 KINDS = ("out", "out", "in", "in", "returned", "history", "whole")
 
 
+_Pairs = deque[tuple[BlockId, BlockId]]
+
+
 class SlotLink:
     """Copies slots into a peer's memory: half of them when it is sent, the rest a few polls on."""
 
@@ -97,7 +100,7 @@ class SlotLink:
 
     def __init__(self, memory: list[Block], peer: dict[int, Block], rng: random.Random) -> None:
         self._memory, self._peer, self._rng = memory, peer, rng
-        self._jobs: list[tuple[TransferId, int, deque[tuple[int, int]]]] = []
+        self._jobs: list[tuple[TransferId, int, _Pairs]] = []
         self._errors: dict[TransferId, str] = {}
 
     def send(
@@ -122,7 +125,7 @@ class SlotLink:
     def close(self, *, is_lost: bool = False) -> None:
         self._jobs.clear()
 
-    def _copy(self, pairs: deque[tuple[int, int]], count: int) -> None:
+    def _copy(self, pairs: _Pairs, count: int) -> None:
         for _ in range(count):
             source, target = pairs.popleft()
             self._peer[target] = list(self._memory[source])
@@ -449,3 +452,42 @@ def test_no_block_changes_hands_under_a_step(make: Callable[..., Bench], style: 
         inside += bench.hub.seen_inside
     for kind in (Allocated, Inserted, Sent):
         assert inside[kind] > 5, inside
+
+
+def test_a_request_is_aborted_when_the_step_that_writes_its_blocks_is_over(
+    model_folder: Path,
+) -> None:
+    """Without asynchronous scheduling vLLM frees them at once: a peer would be given blocks which
+    the step in flight still writes."""
+    bench = Bench(model_folder, 0, TransferStyle.REQUEST, is_async=False)
+    hub = bench.hub
+    hub._feed.clear()
+    running = Life(RequestId("running"), "whole", list(range(40)), 2)
+    # All that there is, but for the reserve.
+    coming = Life(RequestId("coming"), "in", list(range(500, 500 + (NUM_BLOCKS - 3) * BLOCK)), 2)
+    hub.lives = {life.id: life for life in (running, coming)}
+    targets: list[BlockId] = []
+    send = hub.send
+
+    def answer(event: AnyEvent) -> None:
+        match event:
+            case Started():
+                hub._turns = 5
+                hub._end(running)
+                hub._begin(coming)
+            case Allocated():
+                targets.extend(event.block_ids)
+                hub._write(coming, 0, targets)
+                coming.has_reservation, coming.num_open = True, 0
+                hub._end(coming)
+            case _:
+                send(event)
+
+    bench.loop._reports._send = answer
+    hub._begin(running)
+    bench.loop.run()
+    bench.engine.shutdown()
+    held = kv_of(coming.prompt)
+    assert len(targets) == NUM_BLOCKS - 3
+    for index, block_id in enumerate(targets):
+        assert bench.device.memory[block_id] == held[index * BLOCK : (index + 1) * BLOCK]
