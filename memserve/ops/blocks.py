@@ -173,7 +173,10 @@ MAX_SMS = 12
 SWAP_SMS = 4
 """That many fill the host link."""
 ENGINE_RUN_BYTES = 1 << 20
-"""Copy engines pay for each contiguous run; from this size on they are the faster way to DRAM."""
+"""Copy engines pay for each contiguous run; from this size on they are the faster way to DRAM, and
+the one that leaves the engine alone: a kernel that writes to host memory holds up the end of every
+other kernel. The way back is a kernel's: on a copy engine the small copies of the engine's next
+step would wait behind it. `bench/swap_vs_tpot.py` shows both."""
 
 
 class CudaBlockOps(BlockOps):
@@ -243,7 +246,7 @@ class CudaBlockOps(BlockOps):
         if self._swap_method is not Method.AUTO:
             return self._swap_method
         is_long = min(source.run_bytes, target.run_bytes) >= ENGINE_RUN_BYTES
-        return Method.BATCH if is_long else Method.AUTO
+        return Method.BATCH if is_long and source.memory.is_cuda else Method.AUTO
 
     def _counter(self, stream: torch.cuda.Stream) -> int | None:
         """The address of the stream's counter: its kernels follow each other and can share one."""

@@ -38,6 +38,7 @@ from memserve.messages import (
 from memserve.types import InstanceId
 from memserve.workers.commands import Commands
 from memserve.workers.compat import Engine, EngineCodec
+from memserve.workers.copies import Pace
 from memserve.workers.early import EarlySends
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.mempool import MemPool
@@ -128,7 +129,7 @@ class EngineLoop:
             began = self._clock()
             self._serve_all()
             self._early.between_steps()
-            self._move_kv()
+            self._move_kv(Pace.BETWEEN_STEPS if self._engine.is_busy else Pace.FREE)
             was_busy = self._engine.is_busy
             if was_busy:
                 self._step()
@@ -174,7 +175,7 @@ class EngineLoop:
             self._held_back.append(command)
         if self._can_serve_inside():
             self._serve(self._held_back.popleft())
-        self._move_kv()
+        self._move_kv(Pace.INSIDE_STEP)
 
     def _can_serve_inside(self) -> bool:
         if self._is_stopping or not self._held_back:
@@ -190,10 +191,10 @@ class EngineLoop:
         else:
             self._commands.serve(command)
 
-    def _move_kv(self) -> None:
+    def _move_kv(self, pace: Pace) -> None:
         self._transfers.poll()
         self._transfers.expire()
-        self._swaps.poll()
+        self._swaps.poll(pace)
 
     def _step(self) -> None:
         began = self._clock()
