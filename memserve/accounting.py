@@ -61,6 +61,7 @@ class Members:
         """Prompts that were placed, and are not computed yet."""
         self._max_running = max_running
         self._max_queued_s = max_queued_s
+        self._num_there: Counter[Role] = Counter()
         self._num_free: Counter[Role] = Counter()
         self.num_changes = 0
         """Of the instances and of what they have to do."""
@@ -82,6 +83,11 @@ class Members:
         return self._members[instance].seat
 
     @property
+    def roles(self) -> set[Role]:
+        """Roles with an instance that is there."""
+        return {role for role, count in self._num_there.items() if count}
+
+    @property
     def free_roles(self) -> set[Role]:
         """Roles with an instance that is open; one that computes prompts must not be busy."""
         return {role for role, count in self._num_free.items() if count}
@@ -94,6 +100,7 @@ class Members:
     def add(self, seat: Seat, role: Role) -> None:
         self._members[seat.instance] = _Member(seat, role)
         self.loads.start(seat.instance)
+        self._num_there[role] += 1
         self._num_free[role] += 1
         self.num_changes += 1
 
@@ -102,6 +109,7 @@ class Members:
         if seat not in self:
             return
         member = self._members.pop(seat.instance)
+        self._num_there[member.role] -= 1
         self._num_free[member.role] -= self._is_free(seat.instance, member.role)
         self.num_changes += 1
         self._alone.pop(seat, None)
@@ -192,6 +200,7 @@ class Members:
         assert (fetching == loads.num_fetching).all()
         num_free = Counter(m.role for id, m in self._members.items() if self._is_free(id, m.role))
         assert +self._num_free == num_free
+        assert self.roles == loads.roles_there() == {m.role for m in self._members.values()}
 
     def _is_free(self, instance: InstanceId, role: Role) -> bool:
         slot = self.loads.slots[instance]

@@ -123,7 +123,7 @@ class GlobalScheduler:
         if self._is_closing:
             raise UnavailableError("the server is shutting down")
         if self._limits is None or not self._placer.is_possible:
-            raise UnavailableError("no instance can serve requests now")
+            raise UnavailableError(f"nothing can serve requests now: {self._why_not}")
         now = self._clock()
         if self._queue.is_full and (self._queue or not self._placer.has_room()):
             raise OverloadedError(
@@ -206,7 +206,7 @@ class GlobalScheduler:
         for active in list(self._requests.values()):
             self._step(active, InstanceLost(seat))
         if not self._placer.is_possible:
-            error = UnavailableError("no instance is left that could serve it")
+            error = UnavailableError(f"nothing is left that could serve it: {self._why_not}")
             self._refuse(self._queue.waiting(), error)
         self._admit()
 
@@ -340,9 +340,13 @@ class GlobalScheduler:
             self._error(active, error)
             self._carry_out(active, active.lifecycle.give_up(str(error)))
 
+    @property
+    def _why_not(self) -> str:
+        return self._placer.why_not(self._members.instances)
+
     def _waited_too_long(self, now: float) -> MemServeError:
         if not self._placer.can_place(self._members.instances):
-            return UnavailableError("no instance became ready in time")
+            return UnavailableError(f"nothing could serve it in time: {self._why_not}")
         seconds = self._settings.wait_timeout_s
         message = f"no instance had room within {seconds:g} s (scheduler.wait_timeout_s)"
         return OverloadedError(message, self._queue.retry_after_s(now))

@@ -59,6 +59,7 @@ class Loads:
         self.has_role: dict[Role, Bools] = {
             role: np.array([role is other for other in roles.values()], bool) for role in Role
         }
+        self.all_roles = frozenset(roles.values())
         degrees = [(tp_of or {}).get(instance, cost.tp) for instance in self.instances]
         costs = {tp: CostModel(cost.profile, tp) for tp in {*degrees} - {cost.tp}} | {cost.tp: cost}
         self._costs = [costs[tp] for tp in degrees]
@@ -166,6 +167,10 @@ class Loads:
         self.num_silent[self.slots[source]] += count
 
     # ── what is read ──────────────────────────────────────────────────────────────────────────
+
+    def roles_there(self) -> set[Role]:
+        """Of those that are ready."""
+        return {role for role in self.all_roles if (self.is_ready & self.has_role[role]).any()}
 
     def cost_of(self, instance: InstanceId) -> CostModel:
         """At its degree of tensor parallelism."""
