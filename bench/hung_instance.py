@@ -25,7 +25,7 @@ from bench._serve import get, serving
 
 MODEL = "smollm2-135m-instruct"
 FIRST_TOKEN, LAST_TOKEN = 1000, 10_000
-PREFIX_TOKENS, SUFFIX_TOKENS = 512, 40
+PREFIX_TOKENS, SUFFIX_TOKENS = 128, 16
 NUM_TOKENS = 8
 LONG_S = 5.0
 DEADLINE_S = 90.0
@@ -136,7 +136,9 @@ def main() -> None:
     made.add_argument("--stop", default="P0", help="the instance that hangs")
     made.add_argument("--requests", type=int, default=30)
     made.add_argument("--every-s", type=float, default=0.7)
-    made.add_argument("--after-s", type=float, default=10.0, help="how long it hangs after the last")
+    made.add_argument(
+        "--after-s", type=float, default=10.0, help="how long it hangs after the last"
+    )
     made.add_argument("--device", default="cpu")
     args = made.parse_args()
     flags = ["--mode", args.mode, "--device", args.device]

@@ -65,11 +65,16 @@ class Placer:
         """Whether these instances could serve a request."""
         return self._policy.splitting.can_place({self._roles[instance] for instance in instances})
 
-    def why_not(self, instances: Collection[InstanceId]) -> str:
-        """What these instances lack to serve a request, in words."""
-        there = {self._roles[instance] for instance in instances}
-        absence = self._policy.splitting.absence(there, set(self._roles.values()))
-        return absence or "no instance is ready"
+    @property
+    def is_possible_now(self) -> bool:
+        """Whether those that are there, and not silent, could serve a request."""
+        return self._policy.splitting.can_place(self._members.roles)
+
+    @property
+    def missing(self) -> str:
+        """Who would be needed besides, in words."""
+        splitting, all_roles = self._policy.splitting, self._members.loads.all_roles
+        return splitting.absence(self._members.roles, all_roles) or "no instance is ready"
 
     def has_room(self) -> bool:
         """Whether some request could be placed now, on instances that have not enough to do yet."""

@@ -25,7 +25,7 @@ profile: a guess that is right within a factor of two cannot; else all are split
 
 But for `always`, whoever lives stands in for those who do not: where no prefill instance is there,
 the decode instances run requests whole, and the other way round. Who is only busy, or full, is
-there.
+there; who is silent (`hearing.py`) is not.
 """
 
 from __future__ import annotations
@@ -215,12 +215,12 @@ def eligible(loads: Loads, splitting: Splitting, *, may_wait: bool) -> Eligible:
     `may_wait`: as in `Demand`.
     """
     there = loads.roles_there()
-    whole = np.zeros_like(loads.is_open)
+    is_open = loads.is_open & ~loads.is_silent
+    whole = np.zeros_like(is_open)
     for role in splitting.wholes(there):
-        whole |= loads.has_role[role]
-    whole &= loads.is_open
-    decode = loads.is_open & loads.has_role[Role.DECODE]
-    prefill = loads.is_open & loads.has_role[Role.PREFILL]
+        whole |= is_open & loads.has_role[role]
+    decode = is_open & loads.has_role[Role.DECODE]
+    prefill = is_open & loads.has_role[Role.PREFILL]
     if not splitting.is_split(there) or not decode.any():
         prefill = np.zeros_like(prefill)
     if not whole.any() and not prefill.any():

@@ -320,11 +320,11 @@ def test_of_equal_sources_the_one_that_has_it_in_hbm_is_asked() -> None:
 def test_a_source_that_owes_an_answer_is_not_asked_again() -> None:
     cluster = Cluster("P0", "P1", "P2", "D0")
     cluster.close("P0")
-    cluster.loads.add_silent(InstanceId("P0"), 1)
+    cluster.loads.add_owed(InstanceId("P0"), 1)
     assert cluster.place(cached={"P0": 992}).fetch is None
     placement = with_fetch(cluster.place(cached={"P0": 992}), cluster.demand(), cluster.loads)
     assert placement.fetch is None
-    cluster.loads.add_silent(InstanceId("P0"), -1)
+    cluster.loads.add_owed(InstanceId("P0"), -1)
     assert cluster.place(cached={"P0": 992}).fetch is not None
 
 
