@@ -46,6 +46,7 @@ from memserve.core.policy import (
     FetchChoice,
     Placement,
     Split,
+    Splitting,
     eligible,
 )
 from memserve.core.timeline import Detail, Number
@@ -104,16 +105,13 @@ class CostPolicy:
         self._cost = cost
         self._link = cost.profile.links[link]
         self._is_in_turn = link in COPYING_LINKS
-        self._split = split
-        self._whole_on_decode = is_calibrated
+        self.splitting = Splitting(split, can_tell=is_calibrated)
         self._token_bytes = cost.kv_bytes(1)
         self._chunk_tokens = cost.profile.chunk_tokens
 
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
-        can = eligible(
-            loads, self._split, may_wait=demand.may_wait, whole_on_decode=self._whole_on_decode
-        )
+        can = eligible(loads, self.splitting, may_wait=demand.may_wait)
         firsts = self._firsts(demand, loads, can)
         load_s = self._load_s(demand, loads)
         has_room = loads.free_tokens >= demand.num_tokens + demand.expected_tokens
@@ -324,6 +322,7 @@ class CostPolicy:
             "tokens": demand.num_tokens,
             "expected_tokens": demand.expected_tokens,
             "followers": firsts.num_followers,
+            **can.reason,
             "candidates": candidates,
         }
 

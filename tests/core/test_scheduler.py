@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memserve.core.policy import Fetching
+from memserve.core.policy import Fetching, Split
+from memserve.core.timeline import Detail
 from memserve.core.vocabulary import Seat
 from memserve.errors import OverloadedError, UnavailableError
 from memserve.messages import Allocate, CacheChanged, SendSnapshot, Transmit
@@ -291,6 +292,62 @@ def test_missed_changes_of_a_cache_are_asked_for() -> None:
     assert rig.sent == [(seat, SendSnapshot(epoch=1))]
 
 
+# ── standing in ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("lost", "left"), [("P0", "D0"), ("D0", "P0")])
+@pytest.mark.parametrize("num_events", range(12))
+def test_whoever_lives_goes_on_alone_until_the_other_is_back(
+    lost: str, left: str, num_events: int
+) -> None:
+    """Requests at any stage, one that waits for room, and one that comes later."""
+    rig = rig_of(PAIR, split=Split.AUTO, max_running=2, max_waiting=9)
+    for name in ("under way", "beside", "waits"):
+        rig.submit(name)
+    for _ in range(num_events):
+        rig.candidates()[0]()
+    assert rig.scheduler.counters().waiting == 1
+    rig.lose(lost)
+    rig.submit("later")
+    assert rig.scheduler.is_ready
+    rig.run()
+    assert set(rig.ended.values()) == {"final"} and len(rig.ended) == 4
+    assert rig.instance_of("waits") == rig.instance_of("later") == left
+    assert placed_by(rig, "later")["runs whole"] == (
+        f"no {'prefill' if lost == 'P0' else 'decode'} instance is ready"
+    )
+    rig.check_quiet()
+    rig.start(lost)
+    rig.submit("as before")
+    rig.run()
+    assert rig.instance_of("as before") == "P0" and "runs whole" not in placed_by(rig, "as before")
+    assert rig.ended[RequestId("as before")] == "final"
+    rig.check_quiet()
+
+
+def test_always_split_waits_and_says_for_whom() -> None:
+    rig = rig_of(PAIR, split=Split.ALWAYS)
+    rig.lose("P0")
+    rig.submit("1")
+    assert rig.placed() == [] and not rig.scheduler.is_ready
+    rig.now = 60.0
+    rig.scheduler.tick()
+    error = rig.errors[RequestId("1")]
+    assert isinstance(error, UnavailableError) and "no prefill instance is ready" in str(error)
+    rig.start("P0")
+    rig.lose("P0", returns=False)
+    with pytest.raises(UnavailableError, match="no prefill instance is ready"):
+        rig.submit("2")
+    rig.check_quiet()
+
+
+def placed_by(rig: Rig, name: str) -> Detail:
+    """Why the request was placed where it was, the last time."""
+    timeline = rig.scheduler.timeline(RequestId(name))
+    assert timeline is not None
+    return [step.detail for step in timeline.steps if step.name == "placed"][-1]
+
+
 # ── fetching ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -389,10 +446,12 @@ def fetch_s(rig: Rig, name: str) -> float:
 
 
 @settings(max_examples=250, derandomize=True, deadline=None, database=None)
-@given(st.binary(max_size=400), st.sampled_from(["events", "ttl"]))
-def test_the_books_agree_whatever_happens(data: bytes, freshness: str) -> None:
+@given(st.binary(max_size=400), st.sampled_from(["events", "ttl"]), st.sampled_from(Split))
+def test_the_books_agree_whatever_happens(data: bytes, freshness: str, split: Split) -> None:
     """Submits, cancels, deaths and returns at any moment; at the end nobody is owed anything."""
-    rig = Rig(MANY, data, freshness=freshness, max_running=2, max_queued_s=0.5 * PROMPT_S)
+    bounds = {"max_running": 2, "max_queued_s": 0.5 * PROMPT_S}
+    roles = PAIR if len(data) % 2 else MANY
+    rig = Rig(roles, data, freshness=freshness, split=split, **bounds)
     rig.start()
     for worker in rig.workers.values():
         worker.faults_left = 2
