@@ -37,7 +37,7 @@ import enum
 import msgspec
 
 from memserve.core.delivery import Delivery
-from memserve.core.kv_transfer import Transfer, Transfers, TransferState
+from memserve.core.kv_transfer import Outcome, Transfer, Transfers
 from memserve.core.vocabulary import (
     Action,
     AnyInput,
@@ -58,22 +58,17 @@ from memserve.core.vocabulary import (
     Seat,
     Send,
     StopSeen,
+    TransferEvent,
 )
 from memserve.messages import (
     Abort,
-    Allocated,
     Decode,
-    Expired,
     Finished,
     Inserted,
-    InsertFailed,
     Prefill,
-    Refused,
     Rejected,
-    Sent,
     Started,
     TokenOutput,
-    TransmitFailed,
 )
 from memserve.types import Direction, InstanceId
 
@@ -90,13 +85,6 @@ class Phase(enum.Enum):
     DRAIN = "drain"
     ENDED = "ended"
 
-
-_INSERTED = {
-    Direction.FETCH: "fetched",
-    Direction.FORWARD: "inserted",
-    Direction.BACK: "returned",
-}
-"""The timeline's word for a transfer whose KV has arrived."""
 
 _TOKENS = Delivery(tokens=True, final=False, prompt=False)
 _TOKENS_AND_PROMPT = Delivery(tokens=True, final=False, prompt=True)
@@ -230,12 +218,7 @@ class RequestLifecycle:
                 return self._on_instance_silent(event.seat)
             case Started() | Finished() | Rejected():
                 return []
-        transfer = self._transfers.open
-        if transfer is not None and event.transfer_id == transfer.id:
-            return self._on_transfer_event(transfer, event)
-        if isinstance(event, Sent | TransmitFailed):
-            return self._transfers.late_answer(event)
-        return []
+        return self._on_transfer_event(event)
 
     def _on_started(self, event: Started) -> list[Action]:
         plan = self._running_plan()
@@ -426,78 +409,34 @@ class RequestLifecycle:
         )
         return [ask]
 
-    def _on_transfer_event(
-        self,
-        transfer: Transfer,
-        event: Allocated | Refused | Expired | Sent | TransmitFailed | Inserted | InsertFailed,
-    ) -> list[Action]:
-        state = transfer.state
-        match event:
-            case Allocated() if state is TransferState.ASKED:
-                return self._on_allocated(transfer, event)
-            case Refused() if state is TransferState.ASKED:
-                self._transfers.close()
-                note = Note("refused", event.instance, {"reason": event.reason})
-                return [note, *self._without_transfer(transfer)]
-            case Sent() if state is TransferState.ORDERED:
-                return self._on_sent(transfer, event)
-            case TransmitFailed() if state is TransferState.ORDERED:
-                note = Note("transmit failed", event.instance, {"reason": event.reason})
-                cancel = self._transfers.fail(transfer)
-                return [note, *cancel, *self._without_transfer(transfer)]
-            case Inserted() if state is TransferState.SENT:
-                return self._on_inserted(transfer, event)
-            case InsertFailed() if state is TransferState.SENT:
-                self._transfers.close()
-                note = Note("insert failed", event.instance, {"reason": event.reason})
-                return [note, *self._after_insert(transfer)]
-            case Expired() if state is TransferState.ORDERED:
-                return self._on_expired(transfer)
-        return []
+    def _on_transfer_event(self, event: TransferEvent) -> list[Action]:
+        transfer = self._transfers.open
+        actions, outcome = self._transfers.step(event)
+        if transfer is None or outcome is None:
+            return actions
+        match outcome:
+            case Outcome.ARRIVED:
+                return [*actions, *self._with_transfer(transfer)]
+            case Outcome.NOTHING:
+                return [*actions, *self._without_transfer(transfer)]
+            case Outcome.LATE if self.phase is Phase.PREFILL:  # the prompt is being computed
+                return actions
+            case Outcome.LATE:
+                given_up = self._transfers.give_up()
+                return [*actions, *given_up, *self._without_transfer(transfer)]
+            case Outcome.OVER:
+                return [*actions, *self._after_transfer(transfer, event)]
 
-    def _on_allocated(self, transfer: Transfer, event: Allocated) -> list[Action]:
-        detail: dict[str, str | int | float] = {
-            "hit_blocks": event.hit_blocks,
-            "blocks": len(event.block_ids),
-        }
-        note = Note("allocated", event.instance, detail)
-        if transfer.direction is Direction.FETCH and not event.block_ids:
-            return [note, *self._commit(transfer, 0)]  # P holds all of it by now
-        return [note, self._transfers.order(transfer, event)]
-
-    def _on_sent(self, transfer: Transfer, event: Sent) -> list[Action]:
-        detail: dict[str, str | int | float] = {
-            "blocks": event.num_blocks,
-            "bytes": event.size_bytes,
-            "seconds": event.seconds,
-        }
-        note = Note("sent", event.instance, detail)
-        return [note, *self._commit(transfer, event.size_bytes)]
-
-    def _commit(self, transfer: Transfer, size_bytes: int) -> list[Action]:
+    def _with_transfer(self, transfer: Transfer) -> list[Action]:
         """The KV is at the receiver; the request goes on there."""
-        send = self._transfers.commit(transfer, size_bytes)
         match transfer.direction:
             case Direction.FETCH:
                 assert self.plan is not None
-                return [send, *self._prefill(self.plan)]
+                return self._prefill(self.plan)
             case Direction.FORWARD:
-                return [send, *self._decode(transfer.receiver)]
+                return self._decode(transfer.receiver)
             case Direction.BACK:
-                return [send]
-
-    def _on_inserted(self, transfer: Transfer, event: Inserted) -> list[Action]:
-        self._transfers.close()
-        note = Note(_INSERTED[transfer.direction], event.instance, {"tokens": event.num_tokens})
-        learned = self._learned(transfer.receiver, min(event.num_tokens, self.num_tokens))
-        return [note, *learned, *self._after_insert(transfer)]
-
-    def _on_expired(self, transfer: Transfer) -> list[Action]:
-        """The receiver asks whether its reservation is still wanted."""
-        note = Note("reservation expired", transfer.receiver.instance)
-        if self.phase is Phase.PREFILL:  # the prompt is still being computed: it is
-            return [note]
-        return [note, *self._transfers.give_up(), *self._without_transfer(transfer)]
+                return []
 
     def _without_transfer(self, transfer: Transfer) -> list[Action]:
         """The transfer has ended without bringing anything."""
@@ -508,8 +447,12 @@ class RequestLifecycle:
             return self._prefill(self.plan)
         return self._decode_cold(transfer.receiver) if self.phase is Phase.HANDOFF else []
 
-    def _after_insert(self, transfer: Transfer) -> list[Action]:
-        return self._release_all() if transfer.direction is Direction.BACK else []
+    def _after_transfer(self, transfer: Transfer, event: TransferEvent) -> list[Action]:
+        """What came is history at the receiver, if it could be inserted."""
+        learned: list[Action] = []
+        if isinstance(event, Inserted):
+            learned = self._learned(transfer.receiver, min(event.num_tokens, self.num_tokens))
+        return [*learned, *(self._release_all() if transfer.direction is Direction.BACK else [])]
 
     # ── prefill, decode, return, release ──────────────────────────────────────────────────────
 

@@ -6,6 +6,7 @@ events and what happens on the client's side), and carries the actions out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -133,7 +134,7 @@ class Note(msgspec.Struct, frozen=True):
 
     name: str
     instance: InstanceId | None = None
-    detail: dict[str, str | int | float] = {}
+    detail: Mapping[str, str | int | float] = {}
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -173,18 +174,10 @@ class Output(msgspec.Struct, frozen=True):
     output: TokenOutput
 
 
-WorkerEvent: TypeAlias = (
-    Started
-    | Finished
-    | Rejected
-    | Allocated
-    | Refused
-    | Expired
-    | Sent
-    | TransmitFailed
-    | Inserted
-    | InsertFailed
+TransferEvent: TypeAlias = (
+    Allocated | Refused | Expired | Sent | TransmitFailed | Inserted | InsertFailed
 )
+WorkerEvent: TypeAlias = Started | Finished | Rejected | TransferEvent
 AnyInput: TypeAlias = (
     WorkerEvent | Output | ClientCancelled | StopSeen | InstanceLost | InstanceSilent
 )
