@@ -107,7 +107,7 @@ IMPURE = (
 
 MAX_LINES = 450
 LONGER_FILES: dict[str, str] = {
-    "memserve/core/lifecycle.py": "one state machine, whose answers are read side by side",
+    "memserve/core/lifecycle.py": "one state machine, in the order of a request's life",
     "memserve/messages.py": "the whole control protocol, with its picture",
     "memserve/cluster.py": "one table of instances, and every event that changes it",
     "memserve/workers/engine_loop.py": "one loop: every command that it serves, and its answers",

@@ -63,6 +63,20 @@ class Plan(msgspec.Struct, frozen=True):
     fetch: Fetch | None = None
     """What `first` is to fetch; nothing, if it is private."""
 
+    @property
+    def last(self) -> Seat:
+        """Who runs the request to its end."""
+        return self.decode or self.first
+
+    def seat_on(self, instance: InstanceId) -> Seat | None:
+        """Its seat in this plan, if it has one."""
+        seats = (self.first, self.decode)
+        return next((seat for seat in seats if seat and seat.instance == instance), None)
+
+    def is_private(self, seat: Seat) -> bool:
+        """Whether this one of its seats keeps nothing."""
+        return self.first_is_private if seat == self.first else self.decode_is_private
+
 
 class RequestSpec(msgspec.Struct, frozen=True):
     """What the lifecycle has to know of a request."""

@@ -501,7 +501,7 @@ def _copied(lifecycle: RequestLifecycle) -> RequestLifecycle:
 
 def _state(lifecycle: RequestLifecycle) -> dict[str, Any]:
     state = vars(lifecycle)
-    return state | {"_transfers": vars(state["_transfers"])}
+    return state | {part: vars(state[part]) for part in ("_told", "_transfers")}
 
 
 def _request_of(event: AnyEvent) -> RequestId:
