@@ -75,10 +75,12 @@ MAY_IMPORT: dict[str, str] = {
         " workers.records workers.transfer"
     ),
     # what joins them
+    "worker_specs": (
+        "config core.profile engine_args loras profiles types workers.environment workers.spec"
+    ),
     "orchestrator": (
-        "channel cluster config core engine_args errors frontend loras messages models profiles"
-        " progress scheduler scheduler_settings status tui types units workers.environment"
-        " workers.spec"
+        "channel cluster config core errors frontend loras messages models profiles progress"
+        " scheduler scheduler_settings status tui types worker_specs workers.environment"
     ),
     "cli": (
         "calibration config config_text core.mode engine_args errors models orchestrator progress"
