@@ -45,7 +45,8 @@ MAY_IMPORT: dict[str, str] = {
     # the orchestrator's parts
     "channel": "core errors messages types",
     "zygote_process": "errors types workers.spec",
-    "cluster": "core errors messages status types workers.spec zygote_process",
+    "audits": "core messages types",
+    "cluster": "audits core errors messages status types workers.spec zygote_process",
     "accounting": "core messages status types",
     "active": "core types",
     "caches": "core messages types",
@@ -111,7 +112,6 @@ MAX_LINES = 450
 LONGER_FILES: dict[str, str] = {
     "memserve/core/lifecycle.py": "one state machine, in the order of a request's life",
     "memserve/messages.py": "the whole control protocol, with its picture",
-    "memserve/cluster.py": "one table of instances, and every event that changes it",
     "memserve/workers/engine_loop.py": "one loop: every command that it serves, and its answers",
 }
 """File → why it may be longer."""
