@@ -545,7 +545,7 @@ def test_whoever_lives_stands_in_for_those_who_do_not(
     is_missed = split is Split.AUTO or lost == "D"
     reason = placement.reason.get("runs whole")
     word = "prefill" if lost == "P" else "decode"
-    assert reason == (f"no {word} instance is ready" if is_missed else None)
+    assert reason == (f"no {word} instance answers" if is_missed else None)
     assert {terms(placement, f"{left}{i}")["instance"] for i in (0, 1)} == {f"{left}0", f"{left}1"}
     cluster.loads.start(InstanceId(f"{lost}0"))
     assert roles_of(cluster.place()) == usual
