@@ -94,10 +94,10 @@ async def test_the_only_prefill_instance_hangs(texts: Texts, reference: Referenc
     with running("1P1D-CC", settings=SETTINGS) as cluster:
         async with Client(cluster) as client:
             async with _stopped(client, "P0"):
-                for name in ("sits on it", "later"):
+                for name in ("sits-on-it", "later"):
                     answer = await client.complete(job.prompt, job.num_tokens, call_id=name)
                     assert answer.token_ids == expected
-                assert await _places(client, "sits on it") == ["P0", "D0"]
+                assert await _places(client, "sits-on-it") == ["P0", "D0"]
                 assert await _places(client, "later") == ["D0"]
             await client.until_idle()
             answer = await client.complete(job.prompt, job.num_tokens, call_id="afterwards")
