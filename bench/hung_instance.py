@@ -23,7 +23,7 @@ from typing import Any
 from bench._report import parser, publish
 from bench._serve import get, serving
 
-MODEL = "smollm2-135m-instruct"
+MODEL = "bench"
 FIRST_TOKEN, LAST_TOKEN = 1000, 10_000
 PREFIX_TOKENS, SUFFIX_TOKENS = 128, 16
 NUM_TOKENS = 8
@@ -74,7 +74,7 @@ def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
 
 
 def places(url: str, name: str) -> list[str]:
-    """Where a request was placed, in order: `P0→D0`, or the one instance that runs it whole."""
+    """Where the request's prompt was to be computed, in order, and whom it left."""
     try:
         found = get(f"{url}/v1/requests/{name}")
     except urllib.error.HTTPError:
@@ -139,10 +139,15 @@ def main() -> None:
     made.add_argument(
         "--after-s", type=float, default=10.0, help="how long it hangs after the last"
     )
+    made.add_argument("--model", default="smollm2-135m-instruct")
     made.add_argument("--device", default="cpu")
     args = made.parse_args()
-    flags = ["--mode", args.mode, "--device", args.device]
-    settings = {"cluster.heartbeat_timeout_s": 300, "engine.block_size": 32}
+    flags = ["--mode", args.mode, "--device", args.device, "--model", args.model]
+    settings = {
+        "cluster.heartbeat_timeout_s": 300,
+        "engine.block_size": 32,
+        "models.served_name": MODEL,
+    }
     with serving(flags, settings) as url:
         calls = measure(url, args.stop, args.requests, args.every_s, args.after_s)
         rows: list[dict[str, Any]] = [

@@ -6,6 +6,7 @@ the request's lifecycle, so no path through it can leave a charge behind.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import KeysView, Mapping
@@ -22,6 +23,8 @@ from memserve.core.vocabulary import Seat
 from memserve.messages import AnyCommand, Cancel, Sent, Transmit, TransmitFailed
 from memserve.status import Counters, LinkStatus
 from memserve.types import InstanceId, RequestId, Role, TransferId
+
+logger = logging.getLogger(__name__)
 
 _EXPECTED_TOKENS = 128
 _FIRST_PHASES = (Phase.FETCH, Phase.PREFILL)
@@ -115,12 +118,11 @@ class Members:
         """This life is over; one that is no member is ignored."""
         if seat not in self:
             return
-        if seat.instance in self._silent:
-            self._set_silent(seat.instance, False)
         self._hearing.forget(seat.instance)
         member = self._members.pop(seat.instance)
-        self._num_there[member.role] -= 1
+        self._num_there[member.role] -= seat.instance not in self._silent
         self._num_free[member.role] -= self._is_free(seat.instance, member.role)
+        self._silent.discard(seat.instance)
         self.num_changes += 1
         self._alone.pop(seat, None)
         self.loads.end(seat.instance)
@@ -145,6 +147,7 @@ class Members:
         was_free = self._is_free(instance, role)
         (self._silent.add if is_silent else self._silent.discard)(instance)
         self.loads.is_silent[slot] = is_silent
+        logger.warning("%s %s", instance, "is silent: it may hang" if is_silent else "is back")
         self._num_there[role] += -1 if is_silent else 1
         self._num_free[role] += self._is_free(instance, role) - was_free
         self.num_changes += 1

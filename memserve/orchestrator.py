@@ -169,6 +169,7 @@ class Orchestrator:
     ) -> None:
         profiles.check_tp(self._config, model)
         profile = await asyncio.to_thread(profiles.for_config, self._config, model)
+        profiles.check_links(self._config, profile)
         if (plan := gpu_plan(self._config)) is not None:
             self._progress.note(describe_plan(plan))
         hub = Hub(run_dir, self._on_event)

@@ -74,7 +74,7 @@ class Placer:
     def missing(self) -> str:
         """Who would be needed besides, in words."""
         splitting, all_roles = self._policy.splitting, self._members.loads.all_roles
-        return splitting.absence(self._members.roles, all_roles) or "no instance is ready"
+        return splitting.absence(self._members.roles, all_roles) or "no instance answers"
 
     def has_room(self) -> bool:
         """Whether some request could be placed now, on instances that have not enough to do yet."""

@@ -7,7 +7,7 @@ of long ones are not the same. All arrays have one place per instance (`slots`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -63,6 +63,10 @@ class Loads:
         degrees = [(tp_of or {}).get(instance, cost.tp) for instance in self.instances]
         costs = {tp: CostModel(cost.profile, tp) for tp in {*degrees} - {cost.tp}} | {cost.tp: cost}
         self._costs = [costs[tp] for tp in degrees]
+        self.by_cost: list[tuple[CostModel, Counts]] = [
+            (cost, np.flatnonzero([tp == other for other in degrees])) for tp, cost in costs.items()
+        ]
+        """Each cost model, and the instances (their places) that it is for."""
         count = len(self.instances)
         self.is_ready: Bools = np.zeros(count, bool)
         self.is_open: Bools = np.zeros(count, bool)
@@ -186,6 +190,13 @@ class Loads:
             context = max(self.context_tokens.item(slot), chunk)
             seconds += min(self.prefill_s.item(slot), cost.exec_s(context, context - chunk))
         return seconds
+
+    def each_s(self, seconds: Callable[[CostModel], float]) -> Seconds:
+        """[instances] By everyone's own cost model."""
+        each_s = np.empty(len(self.instances))
+        for cost, slots in self.by_cost:
+            each_s[slots] = seconds(cost)
+        return each_s
 
     def cost_of(self, instance: InstanceId) -> CostModel:
         """At its degree of tensor parallelism."""

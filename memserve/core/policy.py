@@ -88,7 +88,7 @@ class Splitting(msgspec.Struct, frozen=True):
         absent = [word for role, word in pair.items() if role in all_roles and role not in there]
         if not absent or (self.split is Split.NEVER and absent == ["prefill"]):
             return None
-        return f"no {' and no '.join(absent)} instance is ready"
+        return f"no {' and no '.join(absent)} instance answers"
 
 
 class Fetching(enum.Enum):

@@ -47,10 +47,11 @@ class Cluster:
         policy: PolicyName = "cost",
         split: Split = Split.ALWAYS,
         profile: Profile = SMALL_STEPS,
+        tp_of: dict[str, int] | None = None,
     ) -> None:
         roles = {InstanceId(name): Role(name.rstrip("0123456789")) for name in names}
         self.cost = CostModel(profile)
-        self.loads = Loads(roles, self.cost)
+        self.loads = Loads(roles, self.cost, {InstanceId(i): n for i, n in (tp_of or {}).items()})
         for instance in roles:
             self.loads.start(instance)
         self.policy: Policy = make_policy(policy, split, self.cost, "shm")
@@ -125,6 +126,25 @@ def test_work_is_counted_in_seconds_not_in_requests() -> None:
     cluster.queue("P0", 2000)
     cluster.queue("P1", 16, count=4)
     assert cluster.chosen() == ("P1", "D0")
+
+
+def test_everyone_is_reckoned_at_its_own_degree() -> None:
+    cluster = Cluster("P0", "P1", "P2", "D0", "D1", tp_of={"P1": 2, "D1": 2})
+    placement = cluster.place(num_tokens=2000)
+    assert placement.first == "P1"
+    two = cluster.cost.with_tp(2)
+    assert [terms(placement, name)["exec_s"] for name in ("P0", "P1", "P2")] == pytest.approx(
+        [cost.exec_s(2000) for cost in (cluster.cost, two, cluster.cost)], abs=2e-6
+    )
+    cluster.close("P1")
+    fetching = cluster.place(num_tokens=2000, cached={"P1": 1984})
+    assert fetching.fetch is not None and fetching.first == "P0"
+    assert terms(fetching, "P0")["exec_s"] == pytest.approx(
+        cluster.cost.exec_s(2000, 1984), abs=2e-6
+    )
+    for name, cost in (("D0", cluster.cost), ("D1", two)):
+        step_s = cost.decode_step_s(1, 2000)
+        assert terms(placement, name)["load_s"] == pytest.approx(64 * step_s, rel=1e-3)
 
 
 def test_the_queue_shrinks_as_time_passes_but_never_below_what_has_not_begun() -> None:
@@ -525,7 +545,7 @@ def test_whoever_lives_stands_in_for_those_who_do_not(
     is_missed = split is Split.AUTO or lost == "D"
     reason = placement.reason.get("runs whole")
     word = "prefill" if lost == "P" else "decode"
-    assert reason == (f"no {word} instance is ready" if is_missed else None)
+    assert reason == (f"no {word} instance answers" if is_missed else None)
     assert {terms(placement, f"{left}{i}")["instance"] for i in (0, 1)} == {f"{left}0", f"{left}1"}
     cluster.loads.start(InstanceId(f"{lost}0"))
     assert roles_of(cluster.place()) == usual

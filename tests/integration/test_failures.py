@@ -93,7 +93,7 @@ async def test_an_instance_that_dies_too_often_is_given_up(texts: Texts) -> None
                 return (await instance_of(client, "D0")).state is InstanceState.FAILED
 
             await until_async(has_failed, "D0 is given up", 20)
-            with pytest.raises(ApiError, match="no decode instance is ready") as caught:
+            with pytest.raises(ApiError, match="no decode instance answers") as caught:
                 await client.complete(texts.tokens(20, random.Random(50)), 2)
             assert caught.value.status == 503
             assert (await instance_of(client, "D0")).error == "killed by SIGKILL"

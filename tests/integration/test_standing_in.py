@@ -95,7 +95,7 @@ async def test_who_is_left_serves_alone_until_the_other_is_back(
         for call_id in (f"chat-{victim}", later.call_id):
             instance, reason = await _placed(client, call_id)
             word = "prefill" if victim == "P0" else "decode"
-            assert (instance, reason["runs whole"]) == (left, f"no {word} instance is ready")
+            assert (instance, reason["runs whole"]) == (left, f"no {word} instance answers")
             await client.until_released(call_id)
         status = await client.audit()
         assert status.is_ready and status.counters.failed == 0
