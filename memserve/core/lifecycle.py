@@ -167,11 +167,16 @@ class RequestLifecycle:
 
         Mutates as `step` does, which would answer with this delivery alone; None: it has to.
         """
-        plan, runner = self.plan, self._runner()
-        if plan is None or runner is None or runner.instance != instance:
+        plan = self.plan
+        if plan is None or output.attempt != self.attempt or output.finish_reason is not None:
             return None
-        is_first = self.is_decode_cold if plan.decode else not self.is_prompt_computed
-        if is_first or output.attempt != self.attempt or output.finish_reason is not None:
+        if plan.decode is None:
+            runner = plan.first
+            generates = self.phase is Phase.PREFILL and self.is_prompt_computed
+        else:
+            runner = plan.decode
+            generates = self.phase is Phase.DECODE and not self.is_decode_cold
+        if not generates or runner.instance != instance:
             return None
         self.generated += output.token_ids
         says_prompt = plan.decode is None and self._prompt_attempt == self.attempt
