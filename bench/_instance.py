@@ -3,16 +3,16 @@
 A bench subclasses `Hub`: it says in `on_event` what it makes of the worker's events, and in
 `on_turn`, called once between any two steps of the engine, what happens next. So it can look at
 everything inside the instance at a moment when nothing else runs. Collaborators: `serve` builds the
-worker of `memserve/workers/main.py`, which takes the script for its channel.
+worker of `memserve/workers/main.py`, which takes the script for its channel, and waits on it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import tempfile
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +40,8 @@ class Hub:
 
     def __init__(self) -> None:
         self._commands: deque[AnyCommand] = deque()
+        self._wake_fds: list[int] = []
+        self._is_inside_step = False
 
     def on_event(self, event: AnyEvent) -> None:
         """What the worker says, in the midst of its turn."""
@@ -88,18 +90,35 @@ class Hub:
         self.on_event(event)
 
     def wait(self, timeout_s: float) -> None:
-        self.on_turn()
+        if not self._is_inside_step:
+            self.on_turn()
+            timeout_s = min(timeout_s, _NAP_S)  # the script may go on by itself
         if not self._commands and timeout_s > 0.0:
-            time.sleep(min(timeout_s, _NAP_S))
+            select.select(self._wake_fds, [], [], timeout_s)
 
     def receive(self) -> AnyCommand | None:
         return self._commands.popleft() if self._commands else None
 
     def wake_on(self, fd: int) -> None:
-        pass
+        self._wake_fds.append(fd)
 
     def close(self) -> None:
         pass
+
+    def run(self, worker: Worker) -> None:
+        """Until the script stops the worker's loop."""
+        self.worker = worker
+        engine, step = worker._engine, worker._engine.step
+
+        def marked_step() -> Any:
+            self._is_inside_step = True
+            try:
+                return step()
+            finally:
+                self._is_inside_step = False
+
+        engine.step = marked_step  # type: ignore[method-assign]
+        worker.run()
 
 
 def serve(
@@ -138,8 +157,7 @@ def serve(
             num_threads=num_threads,
             device=device,
         )
-        hub.worker = Worker(spec, hub)  # type: ignore[arg-type]
-        hub.worker.run()
+        hub.run(Worker(spec, hub))  # type: ignore[arg-type]
 
 
 def shape_of(model: str, dtype: str | None = None) -> ModelShape:
