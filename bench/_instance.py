@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from memserve.core.cost_model import built_in
-from memserve.core.profile import ModelShape
+from memserve.core.profile import LinkFit, ModelShape
 from memserve.messages import Abort, AnyCommand, AnyEvent, Audit, Prefill
 from memserve.types import InstanceId, RequestId, Role
 from memserve.workers.environment import set_engine_environment
@@ -50,6 +52,9 @@ class Hub:
     def on_turn(self) -> None:
         """The worker is between two steps."""
         raise NotImplementedError
+
+    def on_turn_begins(self) -> None:
+        """The worker goes on, after `on_turn` and what it waited for."""
 
     # What a script can ask for.
 
@@ -90,9 +95,14 @@ class Hub:
         self.on_event(event)
 
     def wait(self, timeout_s: float) -> None:
-        if not self._is_inside_step:
-            self.on_turn()
-            timeout_s = min(timeout_s, _NAP_S)  # the script may go on by itself
+        if self._is_inside_step:
+            self._sleep(timeout_s)
+            return
+        self.on_turn()
+        self._sleep(min(timeout_s, _NAP_S))  # the script may go on by itself
+        self.on_turn_begins()
+
+    def _sleep(self, timeout_s: float) -> None:
         if not self._commands and timeout_s > 0.0:
             select.select(self._wake_fds, [], [], timeout_s)
 
@@ -130,16 +140,30 @@ def serve(
     block_bytes: int,
     hbm_blocks: int,
     dram_blocks: int,
+    tp: int = 1,
+    always_swaps: bool = False,
     num_threads: int = 1,
 ) -> None:
-    """Build the instance and run it until the hub stops its loop. Ends nothing that raises."""
+    """Build the instance and run it until the hub stops its loop. Ends nothing that raises.
+
+    `always_swaps`: reckon with a DRAM that costs nothing.
+    """
     set_engine_environment(os.environ, num_threads=num_threads, log_level="warning")
     import torch
+    from vllm.platforms import current_platform
 
     from memserve.workers.main import Worker
 
     torch.set_num_threads(num_threads)
-    device_name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    # Not torch: ranks cannot be forked from a process that has initialised CUDA.
+    device_name = current_platform.get_device_name() if device == "cuda" else "cpu"
+    profile = built_in(shape_of(model), device_name)
+    if always_swaps:
+        profile = msgspec.structs.replace(
+            profile,
+            links={**profile.links, "dram": LinkFit(0.0, 1e18)},
+            step=msgspec.structs.replace(profile.step, floor_s=0.0),
+        )
     with tempfile.TemporaryDirectory(prefix="memserve-bench-") as run_dir:
         spec = WorkerSpec(
             instance=InstanceId("PD0"),
@@ -153,9 +177,10 @@ def serve(
             # One block more: vLLM keeps one as its null block.
             kv_bytes=(hbm_blocks + 1) * block_bytes,
             dram_bytes=dram_blocks * block_bytes,
-            profile=built_in(shape_of(model), device_name),
+            profile=profile,
             num_threads=num_threads,
             device=device,
+            tp=tp,
         )
         hub.run(Worker(spec, hub))  # type: ignore[arg-type]
 

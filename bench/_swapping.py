@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from memserve.ops.blocks import block_ops
 from memserve.types import Geometry, Namespace, SlotId
 from memserve.workers.dram import DramTier
-from memserve.workers.hostmemory import HostMemory
+from memserve.workers.hosts import OwnKvHost
 
 if TYPE_CHECKING:
     from memserve.workers.main import Worker
@@ -47,15 +46,13 @@ class TierCopies:
 
     def __init__(self, worker: Worker, geometry: Geometry, batch: int, num_batches: int) -> None:
         """Takes blocks from the instance's pool, for as many copies as there are batches."""
-        hbm = hbm_of(worker)
         self._mempool = worker.loop._mempool
         block_ids = self._mempool.alloc_mem(num_batches * batch, _OWNER)
         self._batches = [block_ids[i : i + batch] for i in range(0, len(block_ids), batch)]
         self._outstanding = num_batches // 2
         """Copies of a direction that are begun or wait, so that the link never has none."""
         num_slots = (self._outstanding + 1) * batch
-        memory = HostMemory(num_slots * geometry.block_bytes, pin=hbm.is_cuda)
-        self._tier = DramTier(geometry, hbm, memory, block_ops(hbm.device), time.monotonic)
+        self._tier = DramTier(worker._host.open_dram(num_slots * geometry.block_bytes))
         self._directions: Sequence[str] = ()
         self._slots: dict[str, list[SlotId]] = {}
         """Copy under way → the slots that are to be freed after it."""
@@ -153,9 +150,9 @@ class SwapIns:
 
 def hbm_of(worker: Worker) -> torch.Tensor:
     """The instance's KV cache: bytes."""
-    hbm = worker._host.tensor
-    assert hbm is not None, "an instance of one rank has it in this process"
-    return hbm
+    host = worker._host
+    assert isinstance(host, OwnKvHost) and host.tensor is not None
+    return host.tensor
 
 
 def plain_rates(hbm: torch.Tensor, size_bytes: int, repeats: int = 4) -> dict[str, float]:

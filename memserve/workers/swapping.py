@@ -36,7 +36,8 @@ from memserve.core.swap import SwapLimits
 from memserve.core.tokens import TOKEN_BYTES, Path
 from memserve.errors import OutOfBlocksError, TransferError
 from memserve.types import BlockId, Medium, SlotId
-from memserve.workers.dram import CopyEnd, DramTier
+from memserve.workers.copies import CopyEnd
+from memserve.workers.dram import DramTier
 from memserve.workers.mempool import MemPool
 
 logger = logging.getLogger(__name__)

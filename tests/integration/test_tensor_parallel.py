@@ -31,6 +31,7 @@ BACK_S = 90.0
 SETTINGS: dict[str, object] = {
     "cluster.max_restarts": 1000,
     "cluster.heartbeat_interval_s": 0.2,
+    "mempool.dram_gb": 0.1,
 }
 
 
