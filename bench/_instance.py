@@ -51,6 +51,9 @@ class Hub:
         """The worker is between two steps."""
         raise NotImplementedError
 
+    def on_turn_begins(self) -> None:
+        """The worker goes on, after `on_turn` and what it waited for."""
+
     # What a script can ask for.
 
     def start(
@@ -90,9 +93,14 @@ class Hub:
         self.on_event(event)
 
     def wait(self, timeout_s: float) -> None:
-        if not self._is_inside_step:
-            self.on_turn()
-            timeout_s = min(timeout_s, _NAP_S)  # the script may go on by itself
+        if self._is_inside_step:
+            self._sleep(timeout_s)
+            return
+        self.on_turn()
+        self._sleep(min(timeout_s, _NAP_S))  # the script may go on by itself
+        self.on_turn_begins()
+
+    def _sleep(self, timeout_s: float) -> None:
         if not self._commands and timeout_s > 0.0:
             select.select(self._wake_fds, [], [], timeout_s)
 

@@ -210,8 +210,7 @@ class Driver(Hub):
             raise TimeoutError(f"the load did not end within {_DEADLINE_S:g} s")
         self._fill()
 
-    def wait(self, timeout_s: float) -> None:
-        super().wait(timeout_s)
+    def on_turn_begins(self) -> None:
         self._turn_began, self._cpu_began = time.perf_counter(), time.thread_time()
         self._has_started = self._has_tokens = False
 
