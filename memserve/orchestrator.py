@@ -198,7 +198,7 @@ class Orchestrator:
         finally:
             if self._front_end is not None:
                 self._front_end.close()
-            await hub.close()
+            hub.close()
 
     def _build(self, model: str, run_dir: Path, hub: Hub, profile: Profile) -> None:
         """The scheduler and the cluster manager; nothing runs yet."""
