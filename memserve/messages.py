@@ -38,7 +38,7 @@ Where another instance S holds more of the prompt than P, P may fetch that (`Tra
 
 Two fields carry vLLM's own structs as opaque bytes (`Prefill.request`, `Decode.request`:
 `EngineCoreRequest`; `Tokens.payload`: `EngineCoreOutputs`), encoded and decoded with vLLM's msgpack
-codec by `frontend/openai.py` and `workers/` alone.
+codec by `frontend/client.py` and `workers/` alone.
 
 Every message carries the `epoch` of the instance's life that it belongs to. A worker is born with
 its epoch and ignores commands of another; the hub ignores events of an earlier life.
