@@ -101,7 +101,9 @@ class Allocate(Command, frozen=True, tag=True):
     namespace: Namespace
     is_private: bool
     deadline_s: float
-    """Seconds from arrival until the worker reports `Expired`."""
+    """Seconds from the reservation until the worker reports `Expired`."""
+    may_wait: bool = False
+    """Where there is no room, wait for it, `deadline_s` at most, before it is `Refused`."""
 
 
 class History(msgspec.Struct, frozen=True):

@@ -101,6 +101,7 @@ class Transfers:
             namespace=self._spec.namespace,
             is_private=is_private,
             deadline_s=deadline_s,
+            may_wait=direction is Direction.FORWARD,
         )
         return Send(receiver.instance, command)
 
