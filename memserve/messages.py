@@ -104,6 +104,8 @@ class Allocate(Command, frozen=True, tag=True):
     """Seconds from the reservation until the worker reports `Expired`."""
     may_wait: bool = False
     """Where there is no room, wait for it, `deadline_s` at most, before it is `Refused`."""
+    expected_tokens: int = 0
+    """That the request will probably generate here: who may wait leaves room for them."""
 
 
 class History(msgspec.Struct, frozen=True):

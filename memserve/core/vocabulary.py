@@ -61,6 +61,8 @@ class Plan(msgspec.Struct, frozen=True):
     """D gives the KV of generated tokens back."""
     fetch: Fetch | None = None
     """What `first` is to fetch; nothing, if it is private."""
+    expected_tokens: int = 0
+    """That will be generated, as far as one can tell: D keeps room for them."""
 
 
 class RequestSpec(msgspec.Struct, frozen=True):

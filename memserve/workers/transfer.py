@@ -107,6 +107,8 @@ class Transfers:
         self.style = style
         self._reservations: dict[TransferId, _Reservation] = {}
         self._waiting = RoomQueue(mempool, self._reserve_and_spare)
+        self._growth: dict[RequestId, int] = {}
+        """Blocks that those may still need that came, or come, by a reservation that may wait."""
         self._arrivals: dict[RequestId, Path | None] = {}
         """Committed for requests that have not been scheduled; the path only if it is private."""
         self._peers: dict[InstanceId, Peer] = {}
@@ -134,13 +136,21 @@ class Transfers:
             self._refuse(transfer_id, problem)
 
     def _reserve_and_spare(self, command: Allocate, path: Path) -> str | None:
-        """As `_reserve`, but leave a block for each of those that have arrived here, or will.
+        """As `_reserve`, but leave room for what the requests are to generate that are here.
 
-        They need it to start. If all went to those that cannot start, what they wait with would be
-        evicted in the end (`relax`), and computed again.
+        If all went to the prompts of others, the engine would put running requests back, and their
+        KV would be evicted, and computed again. Who is alone may have everything.
         """
-        coming = len(self._reservations) + len(self._arrivals)
-        return self._reserve(command, path, spare_blocks=coming)
+        growth = self._growth_of(command)
+        spare_blocks = sum(self._growth.values()) + growth if self._growth else 0
+        problem = self._reserve(command, path, spare_blocks)
+        if problem is None:
+            self._growth[command.request_id] = growth
+        return problem
+
+    def _growth_of(self, command: Allocate) -> int:
+        """Blocks: of what it generates, those that run have half before them, on average."""
+        return 1 + command.expected_tokens // (2 * self._mempool.block_size)
 
     def _reserve(self, command: Allocate, path: Path, spare_blocks: int = 0) -> str | None:
         """Take the blocks, if so many are left then. Emits Allocated, or returns why not."""
@@ -237,7 +247,8 @@ class Transfers:
         return sum(self._mempool.unpin(arrival_owner(r)) for r in self._arrivals)
 
     def forget(self, request_id: RequestId) -> None:
-        """The request will not run here: drop its arrival, and what was private to it."""
+        """The request does not run here (any more): drop its arrival, and what was private."""
+        self._growth.pop(request_id, None)
         path = self._arrivals.pop(request_id, None)
         self._mempool.unpin(arrival_owner(request_id))
         if path is not None:
@@ -301,8 +312,9 @@ class Transfers:
         """Receiver: free the reservation. Sender: stop; emits TransmitFailed when that is done."""
         transfer_id = command.transfer_id
         self._waiting.remove(transfer_id)
-        if self._reservations.pop(transfer_id, None) is not None:
+        if (reservation := self._reservations.pop(transfer_id, None)) is not None:
             self._free_reservation(transfer_id)
+            self._growth.pop(reservation.request_id, None)
         self.sender.cancel(transfer_id)
 
     def peer_joined(self, command: PeerJoined) -> None:
@@ -350,7 +362,7 @@ class Transfers:
             self._mempool.free_all(arrival_owner(request_id))
         self.sender.close()
         self._waiting.clear()
-        for table in (self._peers, self._reservations, self._arrivals):
+        for table in (self._peers, self._reservations, self._arrivals, self._growth):
             table.clear()
 
     # ── accounting ────────────────────────────────────────────────────────────────────────────
