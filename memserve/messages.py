@@ -102,10 +102,10 @@ class Allocate(Command, frozen=True, tag=True):
     is_private: bool
     deadline_s: float
     """Seconds from the reservation until the worker reports `Expired`."""
-    may_wait: bool = False
-    """Where there is no room, wait for it, `deadline_s` at most, before it is `Refused`."""
+    patience_s: float = 0.0
+    """Where there is no room, wait for it so long before it is `Refused`."""
     expected_tokens: int = 0
-    """That the request will probably generate here: who may wait leaves room for them."""
+    """That the request will probably generate here: those that may wait leave room for them."""
 
 
 class History(msgspec.Struct, frozen=True):

@@ -176,6 +176,7 @@ class GlobalScheduler:
             block_size=block_size,
             max_attempts=self._settings.max_attempts,
             reservation_s=self._settings.reservation_s,
+            room_wait_s=self._settings.room_wait_s,
         )
         self._caches = Caches(
             self._settings.freshness,

@@ -25,6 +25,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     tree_ttl_s: float
     tree_max_blocks: int
     reservation_s: float
+    room_wait_s: float
     policy: PolicyName
     split: Split
     fetching: Fetching
@@ -49,6 +50,7 @@ def scheduler_settings(config: Config, caching: Caching, link: str) -> Scheduler
         tree_ttl_s=scheduler.tree_ttl_s,
         tree_max_blocks=scheduler.tree_max_blocks,
         reservation_s=config.transfer.reservation_s,
+        room_wait_s=config.transfer.room_wait_s,
         policy=scheduler.policy,
         split=Split(scheduler.split),
         fetching=Fetching(scheduler.fetch),

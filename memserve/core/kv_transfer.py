@@ -85,13 +85,10 @@ class Transfers:
         token_ids: list[int],
         is_private: bool,
         deadline_s: float,
-        expected_tokens: int,
+        patience_s: float = 0.0,
+        expected_tokens: int = 0,
     ) -> Send:
-        """Let the receiver reserve blocks for these tokens, of which it was told the first ones.
-
-        `expected_tokens`: to be generated there. Only the KV that a request is to run on is worth
-        waiting for; what is fetched or given back would be waited with in vain.
-        """
+        """Let the receiver reserve blocks for these tokens, of which it was told the first ones."""
         assert self.open is None
         id = TransferId(f"{self._spec.id}/{direction.value}/{attempt}")
         is_fetch = direction is Direction.FETCH
@@ -106,7 +103,7 @@ class Transfers:
             namespace=self._spec.namespace,
             is_private=is_private,
             deadline_s=deadline_s,
-            may_wait=direction is Direction.FORWARD,
+            patience_s=patience_s,
             expected_tokens=expected_tokens,
         )
         return Send(receiver.instance, command)

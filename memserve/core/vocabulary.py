@@ -93,6 +93,8 @@ class Limits(msgspec.Struct, frozen=True):
     max_attempts: int
     """How often a request is placed at most."""
     reservation_s: float
+    room_wait_s: float = 300.0
+    """A request's KV waits so long at P for room at D; D computes it then."""
 
 
 # What `step` asks of the scheduler.

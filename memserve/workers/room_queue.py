@@ -1,8 +1,8 @@
-"""Reservations that wait for room, first come first served, each until its deadline.
+"""Reservations that wait for room, first come first served, each for as long as it may.
 
-    Allocate (may_wait) ─▶ waiting ─┬─ room ─▶ reserved
-                                    ├─ deadline ─▶ Refused
-                                    └─ Cancel ─▶ gone
+    Allocate ─▶ waiting ─┬─ room ─▶ reserved
+                         ├─ `patience_s` ─▶ Refused
+                         └─ Cancel ─▶ gone
 
 Who waits holds nothing here. What it waits with lies at the sender, pinned, so a decode instance
 whose memory is full slows its prefill instances down, and computes nothing twice.
@@ -46,7 +46,7 @@ class RoomQueue:
     def add(self, command: Allocate, path: Path) -> None:
         """The end of the queue; those that have room are served at once."""
         self._waiting[command.transfer_id] = _Waiting(command, path)
-        self._mempool.renew(_owner(command.transfer_id), command.deadline_s)
+        self._mempool.renew(_owner(command.transfer_id), command.patience_s)
         self.serve()
 
     def serve(self) -> None:
@@ -63,7 +63,7 @@ class RoomQueue:
             self._mempool.end_lease(_owner(transfer_id))
 
     def take_overdue(self) -> list[Allocate]:
-        """Whose deadline has passed: they wait no more."""
+        """Whose patience has ended: they wait no more."""
         due = set(self._mempool.expired())
         overdue = [w.command for id, w in self._waiting.items() if _owner(id) in due]
         for command in overdue:

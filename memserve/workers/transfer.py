@@ -3,7 +3,7 @@
     receiver   Allocate ─▶ reservation ─┬─ Commit ─▶ inserted, pinned until its request is scheduled
                   │  ▲         │        └─ Cancel ─▶ freed
          no room  ▼  │ room    └─ deadline ─▶ quarantined: said, and kept, until Commit or Cancel
-                waiting (who may), first come first served ─ deadline ─▶ Refused
+                waiting (who may), first come first served ─ patience ends ─▶ Refused
 
     sender     Transmit ─▶ waiting ──────┬─▶ sending ─▶ Sent or TransmitFailed, pins dropped
                hold_source ─▶ pinned ────┤
@@ -108,7 +108,7 @@ class Transfers:
         self._reservations: dict[TransferId, _Reservation] = {}
         self._waiting = RoomQueue(mempool, self._reserve_and_spare)
         self._growth: dict[RequestId, int] = {}
-        """Blocks that those may still need that came, or come, by a reservation that may wait."""
+        """Blocks that requests may still need which run, or will, on KV that came, or comes."""
         self._arrivals: dict[RequestId, Path | None] = {}
         """Committed for requests that have not been scheduled; the path only if it is private."""
         self._peers: dict[InstanceId, Peer] = {}
@@ -130,7 +130,7 @@ class Transfers:
         if command.is_private:
             namespace = private_namespace(command.request_id, namespace)
         path = self._mempool.path(token_ids, namespace)
-        if command.may_wait and path.num_blocks <= self._mempool.max_alloc:
+        if command.patience_s and path.num_blocks <= self._mempool.max_alloc:
             self._waiting.add(command, path)
         elif (problem := self._reserve(command, path)) is not None:
             self._refuse(transfer_id, problem)
@@ -222,7 +222,7 @@ class Transfers:
         """
         due = set(self._mempool.expired())
         for command in self._waiting.take_overdue():
-            self._refuse(command.transfer_id, f"no room within {command.deadline_s:g} s")
+            self._refuse(command.transfer_id, f"no room within {command.patience_s:g} s")
         for transfer_id, reservation in self._reservations.items():
             if (owner := reservation_owner(transfer_id)) not in due:
                 continue
