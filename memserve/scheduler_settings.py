@@ -8,6 +8,7 @@ from memserve.caches import Freshness
 from memserve.config import Config
 from memserve.core.policies import PolicyName
 from memserve.core.policy import Fetching, Split
+from memserve.core.vocabulary import Limits
 from memserve.types import Caching, InstanceId
 
 
@@ -33,6 +34,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     """The kind of the links between instances, as the cost model calls it."""
     tp_of: dict[InstanceId, int] | None = None
     """Ranks of each instance; None: those that the cost model is for."""
+
+    def limits(self, block_size: int) -> Limits:
+        """What the lifecycles go by, when the block size is known."""
+        return Limits(block_size, self.max_attempts, self.reservation_s, self.room_wait_s)
 
 
 def scheduler_settings(config: Config, caching: Caching, link: str) -> SchedulerSettings:
