@@ -18,6 +18,7 @@ from memserve.ops.blocks import library_for
 from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.device_memory import CudaDeviceMemory, DeviceMemory
 from memserve.ops.nccl import NcclFabric
+from memserve.ops.nccl_pipe import Pieces
 from memserve.types import Geometry, TransferStyle
 from memserve.workers import gpu_memory
 from memserve.workers.gpu_memory import GpuBuffer
@@ -27,7 +28,6 @@ from memserve.workers.links.base import Link, Rank, RankPeer
 from memserve.workers.links.ipc import open_ipc
 from memserve.workers.links.nccl import NcclEndpoint
 from memserve.workers.links.nccl_pipe import CudaGpu, gpu_identity
-from memserve.workers.links.nccl_wire import Pieces
 from memserve.workers.links.nccl_worker import Machinery, NcclSettings
 from memserve.workers.links.shm import open_shm
 

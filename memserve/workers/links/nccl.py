@@ -25,9 +25,10 @@ import msgspec
 import torch
 
 from memserve.errors import StartError, TransferError
+from memserve.ops.blocks import checked_ids
 from memserve.ops.views import BlockView, PageOrder, head_rows
 from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
-from memserve.workers.links.base import Completion, Rank, RankPeer, require_blocks
+from memserve.workers.links.base import Completion, Rank, RankPeer
 from memserve.workers.links.nccl_receiver import Receiver
 from memserve.workers.links.nccl_sender import Job, Sender
 from memserve.workers.links.nccl_wire import Hello, Wake
@@ -75,16 +76,15 @@ class NcclLink:
         target_ids: Sequence[BlockId],
     ) -> None:
         try:
-            self._require_good(source_ids, target_ids)
+            job = self._job(transfer_id, source_ids, target_ids)
         except TransferError as error:
             self._refused.append(Completion(transfer_id, 0, 0.0, str(error)))
             return
-        job = Job(transfer_id, source_ids, target_ids, self._clock())
         self._jobs[transfer_id] = job
         self._sender.put(job)
 
     def poll(self) -> list[Completion]:
-        """Whatever the peer has said to be complete. The work is done by the link's threads."""
+        """Whatever the peer has said to be complete."""
         done, self._refused = self._refused, []
         if not self._is_closed:
             done += self._sender.take()
@@ -105,14 +105,22 @@ class NcclLink:
         if is_lost:
             self._endpoint.drop(self._peer.peer, self._peer.peer_epoch)
 
-    def _require_good(self, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]) -> None:
-        """All that the receiver's end would trip over."""
+    def _job(
+        self,
+        transfer_id: TransferId,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> Job:
+        """Raises: TransferError for all that the receiver's end would trip over."""
         if self._is_closed:
             raise TransferError("the link is closed")
-        num_targets = self._peer.geometry.num_blocks
-        require_blocks(source_ids, self._view.num_blocks, target_ids, num_targets)
+        if len(source_ids) != len(target_ids):
+            raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
+        sources = checked_ids(source_ids, self._view.num_blocks, "source")
+        targets = checked_ids(target_ids, self._peer.geometry.num_blocks, "target")
         if len(set(target_ids)) != len(target_ids):
             raise TransferError("a target block is named twice")
+        return Job(transfer_id, sources, targets, self._clock())
 
 
 class NcclEndpoint:

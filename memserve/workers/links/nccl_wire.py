@@ -18,7 +18,6 @@ Each frame is a big-endian 32-bit length and a msgpack body. Collaborators: `ncc
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import select
 import socket
@@ -30,23 +29,13 @@ from typing import TypeAlias
 import msgspec
 
 from memserve.errors import TransferError
-from memserve.types import BlockId, Heads, InstanceId
+from memserve.ops.nccl_pipe import Pieces
+from memserve.types import Heads, InstanceId
 
 _HEADER = struct.Struct(">I")
 _MAX_FRAME_BYTES = 64 << 20
 """Block ids of far more than any prompt: a longer frame means that the stream is broken."""
 _READ_BYTES = 1 << 16
-
-
-class Pieces(enum.Enum):
-    """In which pieces blocks cross. Links use the first; the others are for comparison."""
-
-    STAGED = "staged"
-    """Gathered into staging memory, one piece a chunk."""
-    BLOCKS = "blocks"
-    """From and into the KV memory, one piece an aggregated block, a chunk's in one launch."""
-    PAGES = "pages"
-    """The same, one piece and one launch for each layer of each block."""
 
 
 class Schedule(msgspec.Struct, frozen=True):
@@ -92,7 +81,8 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     """The next transfer: the receiver's blocks, in the order of the sender's."""
 
     number: int
-    block_ids: list[BlockId]
+    block_ids: bytes
+    """Little-endian 32-bit integers."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -142,15 +132,19 @@ class Wire:
         self._outgoing += _HEADER.pack(len(body)) + body
         self._flush()
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def receive(self) -> Frame | None:
         """The next frame, if it is there.
 
         Raises: PeerGoneError once the other end has closed and all frames are read; TransferError
         for what is no frame.
         """
-        self._flush()
-        self._read()
-        self._decode()
+        if not self._frames:
+            self._flush()
+            self._read()
+            self._decode()
         if self._frames:
             return self._frames.popleft()
         if self.is_ended:
@@ -158,13 +152,15 @@ class Wire:
         return None
 
     def wait(self, wake: Wake, timeout_s: float | None = None) -> None:
-        """Until a frame may be there, or `wake` is set, or the time is over."""
+        """Until a frame may be there, or `wake` is set, which this clears, or the time is over."""
         if self._frames:
             return
         poller = select.poll()
         poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
         poller.register(wake, select.POLLIN)
-        poller.poll(None if timeout_s is None else timeout_s * 1000)
+        ready = poller.poll(None if timeout_s is None else timeout_s * 1000)
+        if any(fd == wake.fileno() for fd, _ in ready):
+            wake.clear()
 
     def listen_for_end(self) -> None:
         """Take no interest in what else the other end says."""
@@ -200,6 +196,8 @@ class Wire:
                 data = b""
             self.is_ended = not data
             self._incoming += data
+            if len(data) < _READ_BYTES:  # it was all, and to ask again takes as long
+                break
 
     def _decode(self) -> None:
         while len(self._incoming) >= _HEADER.size:
