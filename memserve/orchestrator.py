@@ -171,6 +171,7 @@ class Orchestrator:
     ) -> None:
         profiles.check_tp(self._config, model)
         profile = await asyncio.to_thread(profiles.for_config, self._config, model)
+        profiles.check_links(self._config, profile)
         hub = Hub(run_dir, self._on_event)
         # What prompts are compared by; queues and decode steps are reckoned at each one's degree.
         tp_of = tp_in_force(self._config)

@@ -11,6 +11,11 @@ from memserve.core.policy import Fetching, Split
 from memserve.core.vocabulary import Limits
 from memserve.types import Caching, InstanceId
 
+_SILENT_BEATS = 5
+_SILENCE_S = 5.0
+"""Heartbeats that an instance may omit, and how long that is at least: machines and links have
+pauses, and to move a request costs its prompt once more."""
+
 
 class SchedulerSettings(msgspec.Struct, frozen=True):
     """The scheduler's part of the configuration."""
@@ -32,6 +37,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     fetching: Fetching
     link: str
     """The kind of the links between instances, as the cost model calls it."""
+    silence_s: float = _SILENCE_S
+    """As in `core/hearing.py`."""
     tp_of: dict[InstanceId, int] | None = None
     """Ranks of each instance; None: those that the cost model is for."""
 
@@ -60,4 +67,5 @@ def scheduler_settings(config: Config, caching: Caching, link: str) -> Scheduler
         split=Split(scheduler.split),
         fetching=Fetching(scheduler.fetch),
         link=link,
+        silence_s=max(_SILENT_BEATS * config.cluster.heartbeat_interval_s, _SILENCE_S),
     )

@@ -72,6 +72,11 @@ class Transfers:
         """Whether nobody writes, or may, for this request."""
         return self.open is None and not self._abandoned
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether the open transfer's sender is the one who has to answer."""
+        return self.open is not None and self.open.state is TransferState.ORDERED
+
     # ── the plain course ──────────────────────────────────────────────────────────────────────
 
     def ask(

@@ -47,6 +47,7 @@ from memserve.core.vocabulary import (
     Fail,
     Fetch,
     InstanceLost,
+    InstanceSilent,
     Learned,
     Limits,
     Note,
@@ -225,6 +226,8 @@ class RequestLifecycle:
                 return self._on_stop_seen()
             case InstanceLost():
                 return self._on_instance_lost(event.seat)
+            case InstanceSilent():
+                return self._on_instance_silent(event.seat)
             case Started() | Finished() | Rejected():
                 return []
         transfer = self._transfers.open
@@ -355,16 +358,37 @@ class RequestLifecycle:
             return transfer_actions
         return [*transfer_actions, *self._place_again(seat)]
 
+    def _on_instance_silent(self, seat: Seat) -> list[Action]:
+        """Who waits for it goes on without it, if anything is left to fall back on afterwards."""
+        plan = self._running_plan()
+        if plan is None:
+            return []
+        if self.phase is Phase.HANDOFF and seat == plan.first:
+            assert plan.decode is not None
+            if not self._transfers.is_sending:
+                return []
+            return [*self._transfers.give_up(), *self._decode_cold(plan.decode)]
+        is_at_first = self.phase in (Phase.FETCH, Phase.PREFILL)
+        if seat != (plan.first if is_at_first else plan.decode or plan.first):
+            return []
+        is_last = self.attempt >= self._limits.max_attempts - 1
+        if is_last or (self.spec.resample and self.generated):
+            return []
+        return self._unplace(Note("silent", seat.instance), f"{seat.instance} is silent")
+
     def _place_again(self, lost: Seat) -> list[Action]:
         reason = f"instance {lost.instance} was lost"
         if self.attempt >= self._limits.max_attempts:
             return [*self._fail(f"{reason}, at attempt {self.attempt}"), *self._release_all()]
         if self.spec.resample and self.generated:
             return [*self._fail(f"{reason} in mid-generation"), *self._release_all()]
+        return self._unplace(Note("lost", lost.instance), reason)
+
+    def _unplace(self, note: Note, reason: str) -> list[Action]:
         actions = self._release_all()
         self.phase = Phase.UNPLACED
         self.plan = None
-        return [*actions, Note("lost", lost.instance), PlaceAgain(reason)]
+        return [*actions, note, PlaceAgain(reason)]
 
     # ── transfers ─────────────────────────────────────────────────────────────────────────────
 

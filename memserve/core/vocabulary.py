@@ -164,6 +164,12 @@ class InstanceLost(msgspec.Struct, frozen=True):
     seat: Seat
 
 
+class InstanceSilent(msgspec.Struct, frozen=True):
+    """Nothing has been heard of this life for long: it may hang. Others could take over."""
+
+    seat: Seat
+
+
 class Output(msgspec.Struct, frozen=True):
     """One `TokenOutput`, with where it came from."""
 
@@ -183,4 +189,6 @@ WorkerEvent: TypeAlias = (
     | Inserted
     | InsertFailed
 )
-AnyInput: TypeAlias = WorkerEvent | Output | ClientCancelled | StopSeen | InstanceLost
+AnyInput: TypeAlias = (
+    WorkerEvent | Output | ClientCancelled | StopSeen | InstanceLost | InstanceSilent
+)

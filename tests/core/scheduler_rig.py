@@ -13,7 +13,15 @@ from memserve.core.policy import Fetching, Split
 from memserve.core.profile import ModelShape
 from memserve.core.vocabulary import RequestSpec, Seat
 from memserve.errors import MemServeError
-from memserve.messages import AnyCommand, AnyEvent, PeerJoined, PeerLost, Prefill, SendSnapshot
+from memserve.messages import (
+    AnyCommand,
+    AnyEvent,
+    PeerJoined,
+    PeerLost,
+    PoolStats,
+    Prefill,
+    SendSnapshot,
+)
 from memserve.scheduler import GlobalScheduler
 from memserve.scheduler_settings import SchedulerSettings
 from memserve.types import Caching, Geometry, InstanceId, Namespace, RequestId, Role
@@ -49,6 +57,23 @@ SETTINGS = SchedulerSettings(
     fetching=Fetching.AUTO,
     link="shm",
 )
+
+
+TICK_S = 0.5
+STATS = PoolStats(
+    total_blocks=10_000,
+    free_blocks=10_000,
+    historical_blocks=0,
+    active_blocks=0,
+    reserved_blocks=0,
+    quarantined_blocks=0,
+    pinned_requests=0,
+    running_requests=0,
+    waiting_requests=0,
+    prefix_hit_tokens=0,
+    prefix_query_tokens=0,
+)
+"""There is room for everybody."""
 
 
 class Rig:
@@ -172,6 +197,16 @@ class Rig:
         if worker is not None and worker.epoch == seat.epoch:
             if not isinstance(command, SendSnapshot):
                 worker.inbox.append(command)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes: with heartbeats of those who do not hang, and the scheduler's ticks."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += TICK_S
+            for worker in self.workers.values():
+                if worker.instance not in self.hanging:
+                    self.scheduler.on_stats(Seat(worker.instance, worker.epoch), STATS)
+            self.scheduler.tick()
 
     # ── what happens next ─────────────────────────────────────────────────────────────────────
 
