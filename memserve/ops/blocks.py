@@ -111,8 +111,8 @@ class BlockOps(ABC):
         stream: torch.cuda.Stream | None,
     ) -> int:
         _require_same_rows(source, target)
-        sources = checked_ids(source_ids, source.num_blocks, "source")
-        targets = checked_ids(target_ids, target.num_blocks, "target")
+        sources = _checked_ids(source_ids, source.num_blocks, "source")
+        targets = _checked_ids(target_ids, target.num_blocks, "target")
         _require_pairs(source, target, sources, targets)
         if len(sources):
             self._run(source, target, sources, targets, stream)
@@ -298,7 +298,7 @@ def _require_same_rows(source: BlockView, target: BlockView) -> None:
             raise TransferError(f"the source has {own} {name}, the target {other}")
 
 
-def checked_ids(block_ids: Sequence[int] | Ids, num_blocks: int, side: str) -> Ids:
+def _checked_ids(block_ids: Sequence[int] | Ids, num_blocks: int, side: str) -> Ids:
     """As an array, if there are such blocks. Raises: TransferError."""
     ids = np.asarray(block_ids, dtype=np.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < num_blocks:

@@ -10,14 +10,13 @@ thread.
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from memserve.errors import TransferError
-from memserve.ops.blocks import Ids
 from memserve.ops.build import BlockCopyLibrary, PipeConfig, Side
 from memserve.ops.nccl import NcclCommunicator
 from memserve.ops.views import BlockView
@@ -100,14 +99,13 @@ class CudaPipe:
         )
         self._pipe = library.open_pipe(self._config)
 
-    def put(self, block_ids: Ids, sizes: Sequence[int]) -> int:
+    def put(self, block_ids: array[int], sizes: Sequence[int]) -> int:
         """See `Pipe`."""
         if sum(sizes) != len(block_ids):
             raise TransferError(f"{len(block_ids)} blocks are no chunks of {list(sizes)}")
-        chunks = np.array(sizes, dtype=np.int32)
-        counts = self._library.put_into_pipe(
-            self._pipe, block_ids.ctypes.data, chunks.ctypes.data, len(chunks)
-        )
+        chunks = array("i", sizes)
+        (ids, _), (cuts, count) = block_ids.buffer_info(), chunks.buffer_info()
+        counts = self._library.put_into_pipe(self._pipe, ids, cuts, count)
         return int(counts.put)
 
     def run(self, finished: int = 0, watch: int = -1) -> Counts:

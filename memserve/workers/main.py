@@ -75,7 +75,11 @@ def run_worker(spec: WorkerSpec, parent_pid: int) -> NoReturn:
 
 def _serve(spec: WorkerSpec) -> int:
     """Build the engine and serve until told to stop; returns the exit code."""
-    port = Port(spec.hub_address, spec.instance, spec.epoch)
+    try:
+        port = Port(spec.hub_address, spec.instance, spec.epoch)
+    except StartError as error:  # nobody can be told
+        logger.error("%s: %s", spec.instance, error)
+        return 2
     try:
         worker = Worker(spec, port)
     except Exception as error:  # whatever it is, the user has to see it

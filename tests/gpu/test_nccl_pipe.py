@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
+from array import array as array_of
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
-import numpy as np
 import pytest
 import torch
 
 from memserve.errors import TransferError
-from memserve.ops.blocks import Ids, library_for
+from memserve.ops.blocks import library_for
 from memserve.ops.nccl import NcclCommunicator, NcclFabric
 from memserve.ops.nccl_pipe import CudaPipe, Pieces
 from memserve.ops.views import BlockView, PageOrder, head_rows
@@ -96,8 +96,8 @@ def move(pipes: list[CudaPipe], ids: list[list[int]], sizes: list[int]) -> None:
     until(are_through, "the transfer")
 
 
-def array(ids: list[int]) -> Ids:
-    return np.array(ids, dtype=np.int32)
+def array(ids: list[int]) -> array_of[int]:
+    return array_of("i", ids)
 
 
 def cut(count: int, size: int) -> list[int]:

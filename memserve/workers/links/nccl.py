@@ -18,6 +18,7 @@ import logging
 import select
 import socket
 import threading
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,10 +26,9 @@ import msgspec
 import torch
 
 from memserve.errors import StartError, TransferError
-from memserve.ops.blocks import checked_ids
 from memserve.ops.views import BlockView, PageOrder, head_rows
 from memserve.types import BlockId, Geometry, Heads, InstanceId, TransferId
-from memserve.workers.links.base import Completion, Rank, RankPeer
+from memserve.workers.links.base import Completion, Rank, RankPeer, require_blocks
 from memserve.workers.links.nccl_receiver import Receiver
 from memserve.workers.links.nccl_sender import Job, Sender
 from memserve.workers.links.nccl_wire import Hello, Wake
@@ -114,13 +114,11 @@ class NcclLink:
         """Raises: TransferError for all that the receiver's end would trip over."""
         if self._is_closed:
             raise TransferError("the link is closed")
-        if len(source_ids) != len(target_ids):
-            raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
-        sources = checked_ids(source_ids, self._view.num_blocks, "source")
-        targets = checked_ids(target_ids, self._peer.geometry.num_blocks, "target")
+        num_targets = self._peer.geometry.num_blocks
+        require_blocks(source_ids, self._view.num_blocks, target_ids, num_targets)
         if len(set(target_ids)) != len(target_ids):
             raise TransferError("a target block is named twice")
-        return Job(transfer_id, sources, targets, self._clock())
+        return Job(transfer_id, array("i", source_ids), array("i", target_ids), self._clock())
 
 
 class NcclEndpoint:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import secrets
 import select
 import socket
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from memserve.errors import TransferError
-from memserve.ops.blocks import Ids, TorchBlockOps
+from memserve.ops.blocks import TorchBlockOps
 from memserve.ops.nccl import ID_BYTES, Communicator
 from memserve.ops.nccl_pipe import Counts, Pieces
 from memserve.ops.views import BlockView
@@ -56,10 +57,8 @@ class FakeGpu:
 
 
 class FakePipe:
-    """See `nccl_pipe.Pipe`: every piece is staged, and its bytes cross the communicator's socket.
-
-    A piece moves a little with every call of `run`.
-    """
+    """See `nccl_pipe.Pipe`: every piece is staged, and its bytes cross the communicator's socket,
+    as far as that goes in each call of `run`."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class FakePipe:
         self._counts = Counts(0, 0)
         gpu.num_pipes += 1
 
-    def put(self, block_ids: Ids, sizes: Sequence[int]) -> int:
+    def put(self, block_ids: array[int], sizes: Sequence[int]) -> int:
         ids = block_ids.tolist()
         for size in sizes:
             if not 1 <= size <= self._slot_blocks:
@@ -99,10 +98,13 @@ class FakePipe:
     def run(self, finished: int = 0, watch: int = -1) -> Counts:
         if not self._communicator.progress():
             return self._counts
-        while self._waiting and len(self._launched) < self._max_ahead:
-            self._launch(self._waiting.popleft())
-        if self._launched and not self._gpu.is_stuck and self._launched[0].move():
-            self._finish(self._launched.popleft())
+        has_moved = True
+        while has_moved:
+            while self._waiting and len(self._launched) < self._max_ahead:
+                self._launch(self._waiting.popleft())
+            has_moved = bool(self._launched) and self._launched[0].move() and not self._gpu.is_stuck
+            if has_moved:
+                self._finish(self._launched.popleft())
         if self._counts.finished < finished:
             select.select([fd for fd in [watch] if fd >= 0], [], [], _PAUSE_S)
         return self._counts

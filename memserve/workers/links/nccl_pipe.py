@@ -6,12 +6,12 @@ Collaborators: `ops/nccl_pipe.py` has the pipes of real GPUs, `nccl_fake.py` tho
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from memserve.ops.blocks import Ids
 from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.nccl import Communicator, NcclCommunicator
 from memserve.ops.nccl_pipe import Counts, CudaPipe, Pieces
@@ -33,9 +33,11 @@ class Pipe(Protocol):
     share blocks.
     """
 
-    def put(self, block_ids: Ids, sizes: Sequence[int]) -> int:
-        """Queue a transfer of existing blocks, in chunks of so many; it is through when so many
-        launches have finished as are returned. Raises: TransferError."""
+    def put(self, block_ids: array[int], sizes: Sequence[int]) -> int:
+        """Queue a transfer of existing blocks (32 bits each), in chunks of so many.
+
+        Returns how many launches have finished when it is through. Raises: TransferError.
+        """
         ...
 
     def run(self, finished: int = 0, watch: int = -1) -> Counts:

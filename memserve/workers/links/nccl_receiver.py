@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import logging
 import socket
+from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
-import numpy as np
 
 from memserve.errors import TransferError
-from memserve.ops.blocks import Ids, checked_ids
 from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
 from memserve.types import Heads
+from memserve.workers.links.base import require_existing
 from memserve.workers.links.nccl_pipe import Pipe
 from memserve.workers.links.nccl_wire import (
     Announce,
@@ -126,7 +126,8 @@ class Receiver(LinkThread):
         """Queue the arrival of one transfer."""
         if not isinstance(announced, Announce):
             raise TransferError("the peer greets twice")
-        ids = checked_ids(_ids(announced), view.num_blocks, "receiver")
+        ids = _ids(announced)
+        require_existing(ids, view.num_blocks, "receiver")
         end = self._queue(pipe, ids, schedule)
         size_bytes = len(ids) * view.block_bytes
         self._arriving.append(_Arrival(announced.number, size_bytes, end))
@@ -142,11 +143,13 @@ class Receiver(LinkThread):
             self._heard.append(frame)
 
 
-def _ids(announced: Announce) -> Ids:
+def _ids(announced: Announce) -> array[int]:
+    ids = array("i")
     try:
-        return np.frombuffer(announced.block_ids, dtype="<i4")
+        ids.frombytes(announced.block_ids)
     except ValueError as error:
         raise TransferError(f"no block ids: {error}") from error
+    return ids
 
 
 def _require_same_size(hello: Hello, view: BlockView) -> None:

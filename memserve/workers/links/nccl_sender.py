@@ -16,14 +16,15 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from array import array
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import msgspec
-import numpy as np
 
 from memserve.errors import TransferError
-from memserve.ops.blocks import Ids
 from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
 from memserve.types import TransferId
@@ -44,8 +45,8 @@ class Job(msgspec.Struct):
     """One transfer, from `send` to its completion."""
 
     transfer_id: TransferId
-    source_ids: Ids
-    target_ids: Ids
+    source_ids: array[int]
+    target_ids: array[int]
     started_s: float
     is_announced: bool = False
     size_bytes: int = 0
@@ -75,6 +76,8 @@ class Sender(LinkThread):
         self._outcome = threading.Event()
         self._talking = threading.Lock()
         """For what both threads do: announce, listen, and keep `_pending`."""
+        self._thread_waits = False
+        """For the lock: a thread that polls without a pause would take it again and again."""
         self._is_working = False
         """Whether there is a way for both to talk on."""
         self._is_free = False
@@ -107,9 +110,9 @@ class Sender(LinkThread):
     def take(self) -> list[Completion]:
         """What has ended since the last call. The peer's word of it is read here, if the thread
         has not done so: it would have to wake up first."""
-        if self._pending and self._talking.acquire(blocking=False):
+        if self._pending and not self._thread_waits and self._talking.acquire(blocking=False):
             try:
-                if self._is_working:
+                if self._is_working and self._failure is None:
                     self._listen()
             except TransferError as error:
                 self._failure = error
@@ -160,7 +163,7 @@ class Sender(LinkThread):
             logger.exception("the way to %s", self._peer.peer)
             raise TransferError(f"{type(error).__name__}: {error}") from error
         finally:
-            with self._talking:
+            with self._talk():
                 self._is_working = self._is_free = False
             wire.end()
             self._end_passage(communicator, pipe)
@@ -201,7 +204,7 @@ class Sender(LinkThread):
 
     def _warm_up(self, pipe: Pipe) -> None:
         """The first pass sets connections up, which takes long; and it shows that the way works."""
-        block = np.zeros(1, dtype=np.int32)  # vLLM's null block, which nobody reads
+        block = array("i", [0])  # vLLM's null block, which nobody reads
         job = Job(_WARM_UP, block, block, self._clock())
         self._launch(job, pipe)
         self._until(lambda: not self._pending, self._settings.open_s, "the first block")
@@ -212,17 +215,23 @@ class Sender(LinkThread):
         """Until the way breaks or the link is closed; either raises."""
         self._is_working = True
         while True:
-            self._check()
             if (job := self._next_job()) is not None:
                 self._launch(job, pipe)
-            elif self._pending:
+            self._check()
+            if self._pending:
                 self._run_pipe(pipe)
-                wire.wait(self._wake, _LISTEN_S)
-            else:
-                wire.wait(self._wake)
+            if not self._inbox:
+                wire.wait(self._wake, _LISTEN_S if self._pending else None)
+
+    @contextmanager
+    def _talk(self) -> Iterator[None]:
+        self._thread_waits = True
+        with self._talking:
+            self._thread_waits = False
+            yield
 
     def _next_job(self) -> Job | None:
-        with self._talking:
+        with self._talk():
             self._is_free = not self._inbox
             return self._inbox.popleft() if self._inbox else None
 
@@ -232,7 +241,7 @@ class Sender(LinkThread):
             if job.error is not None:  # cancelled before it began
                 self._complete(job)
                 return
-            with self._talking:
+            with self._talk():
                 self._announce(job)
         self._queue(pipe, job.source_ids, self._schedule)
 
@@ -242,10 +251,10 @@ class Sender(LinkThread):
         self._number += 1
         self._pending[self._number] = job
         job.is_announced = True
-        self._wire.send(Announce(self._number, job.target_ids.astype("<i4").tobytes()))
+        self._wire.send(Announce(self._number, job.target_ids.tobytes()))
 
     def _look(self) -> None:
-        with self._talking:
+        with self._talk():
             if self._failure is not None:
                 raise self._failure
             self._listen()
@@ -290,7 +299,7 @@ class Sender(LinkThread):
 
     def _fail_all(self, problem: str) -> None:
         """What the way took along, and what waits for it."""
-        with self._talking:
+        with self._talk():
             jobs = [*self._pending.values(), *(j for j in self._inbox if not j.is_announced)]
             self._pending.clear()
             self._inbox.clear()

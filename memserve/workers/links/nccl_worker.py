@@ -14,12 +14,12 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable
 
 import msgspec
 
 from memserve.errors import TransferError
-from memserve.ops.blocks import Ids
 from memserve.ops.nccl import Communicator, Fabric
 from memserve.ops.nccl_pipe import Counts, Pieces
 from memserve.ops.views import BlockView
@@ -157,7 +157,7 @@ class LinkThread(ABC):
             is_sender=is_sender,
         )
 
-    def _queue(self, pipe: Pipe, ids: Ids, schedule: Schedule) -> int:
+    def _queue(self, pipe: Pipe, ids: array[int], schedule: Schedule) -> int:
         """All chunks of a transfer; returns how many launches have finished when it is through.
 
         Raises: ClosingError, TransferError.
