@@ -84,6 +84,7 @@ class Rig:
         roles: Mapping[str, Role],
         data: bytes = b"",
         shape: ModelShape = SHAPE,
+        is_calibrated: bool = False,
         **settings: object,
     ) -> None:
         self.now = 0.0
@@ -98,7 +99,10 @@ class Rig:
         """Which serve nothing, and say nothing."""
         self.sent: list[tuple[Seat, AnyCommand]] = []
         self.roles = {InstanceId(name): role for name, role in roles.items()}
-        self.cost = CostModel(built_in(shape, "cpu"))
+        profile = built_in(shape, "cpu")
+        if is_calibrated:
+            profile = msgspec.structs.replace(profile, source="calibrated")
+        self.cost = CostModel(profile)
         self.scheduler = GlobalScheduler(
             msgspec.structs.replace(SETTINGS, **settings),
             self.roles,

@@ -325,6 +325,23 @@ def test_whoever_lives_goes_on_alone_until_the_other_is_back(
     rig.check_quiet()
 
 
+@pytest.mark.parametrize("is_calibrated", [False, True])
+def test_only_who_knows_the_costs_passes_a_busy_prefill_instance(is_calibrated: bool) -> None:
+    bounds = {"max_running": 9, "max_queued_s": 0.5 * PROMPT_S}
+    rig = rig_of(PAIR, split=Split.AUTO, is_calibrated=is_calibrated, **bounds)
+    rig.submit("beside")
+    while not rig.has_begun("beside"):
+        rig.candidates()[0]()
+    rig.submit("long", length=3000)  # it would stall the one that generates
+    rig.submit("short", first_token=5000)
+    assert rig.placed()[1:] == (["long", "short"] if is_calibrated else ["long"])
+    rig.run()
+    assert rig.instance_of("long") == "P0"
+    assert rig.instance_of("short") == ("D0" if is_calibrated else "P0")
+    assert set(rig.ended.values()) == {"final"}
+    rig.check_quiet()
+
+
 def test_always_split_waits_and_says_for_whom() -> None:
     rig = rig_of(PAIR, split=Split.ALWAYS)
     rig.lose("P0")
