@@ -142,7 +142,7 @@ class Transfers:
         KV would be evicted, and computed again. Who is alone may have everything.
         """
         growth = self._growth_of(command)
-        spare_blocks = sum(self._growth.values()) + growth if self._growth else 0
+        spare_blocks = self.promised_blocks + growth if self._growth else 0
         problem = self._reserve(command, path, spare_blocks)
         if problem is None:
             self._growth[command.request_id] = growth
@@ -381,6 +381,11 @@ class Transfers:
             for transfer_id, reservation in self._reservations.items()
             if is_quarantined(reservation_owner(transfer_id))
         )
+
+    @property
+    def promised_blocks(self) -> int:
+        """Blocks that are left for what the requests here are to generate."""
+        return sum(self._growth.values())
 
     @property
     def pinned_requests(self) -> int:
