@@ -102,7 +102,11 @@ class Allocate(Command, frozen=True, tag=True):
     namespace: Namespace
     is_private: bool
     deadline_s: float
-    """Seconds from arrival until the worker reports `Expired`."""
+    """Seconds from the reservation until the worker reports `Expired`."""
+    patience_s: float = 0.0
+    """Where there is no room, wait for it so long before it is `Refused`."""
+    expected_tokens: int = 0
+    """That the request will probably generate here: those that may wait leave room for them."""
 
 
 class History(msgspec.Struct, frozen=True):

@@ -117,7 +117,7 @@ class Placer:
         active.fetch_s = placement.fetch.predicted_s if placement.fetch is not None else None
         active.placed_at = now
         active.timeline.note("placed", now, placement.first, placement.reason)
-        plan = self._plan(placement, now)
+        plan = self._plan(placement, demand.expected_tokens, now)
         if not plan.first_is_private:
             id = active.lifecycle.spec.id
             pending.add(id, placement.first, path, is_fetched=plan.fetch is not None)
@@ -180,7 +180,7 @@ class Placer:
         active.patient_until = now + computing_s + _PATIENCE * queue_s + _PATIENCE_S
         active.timeline.note("waits", now, placement.first, placement.reason)
 
-    def _plan(self, placement: Placement, now: float) -> Plan:
+    def _plan(self, placement: Placement, expected_tokens: int, now: float) -> Plan:
         caching = self._caching
         decode = placement.decode
         keeps = (
@@ -195,6 +195,7 @@ class Placer:
             decode_is_private=not caching.decode_keeps,
             returns=decode is not None and caching.decode_returns,
             fetch=self._fetch(placement, placement.fetch, now) if keeps else None,
+            expected_tokens=expected_tokens,
         )
 
     def _fetch(self, placement: Placement, choice: FetchChoice | None, now: float) -> Fetch | None:

@@ -170,11 +170,7 @@ class GlobalScheduler:
 
     def configure(self, block_size: int) -> None:
         """Say what only a started engine knows. Before the first `instance_ready`."""
-        self._limits = Limits(
-            block_size=block_size,
-            max_attempts=self._settings.max_attempts,
-            reservation_s=self._settings.reservation_s,
-        )
+        self._limits = self._settings.limits(block_size)
         self._caches = Caches(
             self._settings.freshness,
             block_size,

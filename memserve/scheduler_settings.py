@@ -8,6 +8,7 @@ from memserve.caches import Freshness
 from memserve.config import Config
 from memserve.core.policies import PolicyName
 from memserve.core.policy import Fetching, Split
+from memserve.core.vocabulary import Limits
 from memserve.types import Caching, InstanceId
 
 _SILENT_BEATS = 5
@@ -30,6 +31,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     tree_ttl_s: float
     tree_max_blocks: int
     reservation_s: float
+    room_wait_s: float
     policy: PolicyName
     split: Split
     fetching: Fetching
@@ -39,6 +41,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     """As in `core/hearing.py`."""
     tp_of: dict[InstanceId, int] | None = None
     """Ranks of each instance; None: those that the cost model is for."""
+
+    def limits(self, block_size: int) -> Limits:
+        """What the lifecycles go by, when the block size is known."""
+        return Limits(block_size, self.max_attempts, self.reservation_s, self.room_wait_s)
 
 
 def scheduler_settings(config: Config, caching: Caching, link: str) -> SchedulerSettings:
@@ -56,6 +62,7 @@ def scheduler_settings(config: Config, caching: Caching, link: str) -> Scheduler
         tree_ttl_s=scheduler.tree_ttl_s,
         tree_max_blocks=scheduler.tree_max_blocks,
         reservation_s=config.transfer.reservation_s,
+        room_wait_s=config.transfer.room_wait_s,
         policy=scheduler.policy,
         split=Split(scheduler.split),
         fetching=Fetching(scheduler.fetch),

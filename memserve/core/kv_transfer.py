@@ -115,6 +115,8 @@ class Transfers:
         token_ids: list[int],
         is_private: bool,
         deadline_s: float,
+        patience_s: float = 0.0,
+        expected_tokens: int = 0,
     ) -> Send:
         """Let the receiver reserve blocks for these tokens, of which it was told the first ones."""
         assert self.open is None
@@ -131,6 +133,8 @@ class Transfers:
             namespace=self._spec.namespace,
             is_private=is_private,
             deadline_s=deadline_s,
+            patience_s=patience_s,
+            expected_tokens=expected_tokens,
         )
         return Send(receiver.instance, command)
 

@@ -385,6 +385,9 @@ class RequestLifecycle:
             token_ids=token_ids,
             is_private=direction is Direction.FORWARD and self.plan.decode_is_private,
             deadline_s=self._limits.reservation_s if deadline_s is None else deadline_s,
+            # Only what D runs on is worth waiting for.
+            patience_s=self._limits.room_wait_s if direction is Direction.FORWARD else 0.0,
+            expected_tokens=self.plan.expected_tokens if direction is Direction.FORWARD else 0,
         )
 
     def _on_transfer_event(self, event: TransferEvent) -> list[Action]:

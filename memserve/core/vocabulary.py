@@ -62,6 +62,8 @@ class Plan(msgspec.Struct, frozen=True):
     """D gives the KV of generated tokens back."""
     fetch: Fetch | None = None
     """What `first` is to fetch; nothing, if it is private."""
+    expected_tokens: int = 0
+    """That will be generated, as far as one can tell: D keeps room for them."""
 
     @property
     def last(self) -> Seat:
@@ -106,6 +108,8 @@ class Limits(msgspec.Struct, frozen=True):
     max_attempts: int
     """How often a request is placed at most."""
     reservation_s: float
+    room_wait_s: float = 300.0
+    """A request's KV waits so long at P for room at D; D computes it then."""
 
 
 # What `step` asks of the scheduler.

@@ -51,6 +51,7 @@ SETTINGS = SchedulerSettings(
     tree_ttl_s=3600.0,
     tree_max_blocks=1000,
     reservation_s=30.0,
+    room_wait_s=300.0,
     policy="cost",
     split=Split.ALWAYS,
     fetching=Fetching.AUTO,

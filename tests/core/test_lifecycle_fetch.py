@@ -6,7 +6,7 @@ import pytest
 
 from memserve.core.lifecycle import Phase
 from memserve.core.vocabulary import Fetch, Plan, Seat, Send
-from memserve.messages import Allocate, TransmitFailed
+from memserve.messages import Allocate, Started, TransmitFailed
 from memserve.types import InstanceId, TransferId
 from tests.core.lifecycle_story import Story
 
@@ -77,6 +77,28 @@ def test_a_fetch_has_its_own_deadline() -> None:
     plan = Plan(Seat(InstanceId("P0"), 1), Seat(InstanceId("D0"), 1), False, False, True, source)
     (allocate,) = [a.command for a in story.life.place(plan) if isinstance(a, Send)]
     assert isinstance(allocate, Allocate) and allocate.deadline_s == 0.25
+
+
+def test_only_what_d_runs_on_is_waited_for() -> None:
+    """And D is told how much is to be generated."""
+    seats = Seat(InstanceId("P0"), 1), Seat(InstanceId("D0"), 1)
+    source = Fetch(Seat(InstanceId("P1"), 1), 8, deadline_s=0.25)
+    plan = Plan(*seats, False, False, True, source, expected_tokens=77)
+    story = Story()
+    story.epochs |= {"P0": 1, "D0": 1, "P1": 1}
+    (fetched,) = [a.command for a in story.life.place(plan) if isinstance(a, Send)]
+    story.refused("P0", "fetch")
+    started = Started(
+        instance=InstanceId("P0"),
+        epoch=1,
+        request_id=story.life.spec.id,
+        attempt=1,
+        cached_tokens=0,
+    )
+    (forward,) = [a.command for a in story.life.step(started) if isinstance(a, Send)]
+    assert isinstance(fetched, Allocate) and isinstance(forward, Allocate)
+    assert (fetched.patience_s, fetched.expected_tokens) == (0.0, 0)
+    assert (forward.patience_s, forward.expected_tokens) == (300.0, 77)
 
 
 def test_p_computes_what_a_hung_source_does_not_send() -> None:
