@@ -369,7 +369,7 @@ class Cluster:
                 await member.process.wait()
         for task in self._tasks:
             task.cancel()
-        await self.hub.close()
+        self.hub.close()
 
     def _keep(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -50,11 +50,11 @@ from bench.ops_blocks import BLOCK_SIZE, LLAMA_2_13B, LLAMA_3_1_8B, Shape
 from memserve.errors import MemServeError, TransferError
 from memserve.ops.blocks import Method
 from memserve.ops.nccl import MAX_CTAS
+from memserve.ops.nccl_pipe import Pieces
 from memserve.ops.views import BlockView
 from memserve.types import BlockId, Geometry, InstanceId, TransferId
 from memserve.workers.links.base import Link, Rank
 from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES
-from memserve.workers.links.nccl_wire import Pieces
 from memserve.workers.links.nccl_worker import NcclSettings
 from memserve.workers.sleeps import sleep_exactly
 
@@ -66,7 +66,7 @@ SLOW_S = 0.2
 """A way that takes longer than this is measured three times only."""
 LOOK_S = 20e-6
 """Between two polls: the links' threads need the interpreter too."""
-SWEPT_MIB = ((32, 384), (64, 384), (128, 384), (64, 256), (64, 128))
+SWEPT_MIB = ((32, 384), (64, 384), (96, 384), (128, 384), (64, 256), (64, 512))
 """Of the chunks at the ends, and of the others at most."""
 SWEPT_CTAS = (16, 32)
 PLAIN = "plain"

@@ -159,6 +159,9 @@ def main() -> None:
     results = [simulate(run, *pair) for pair in zip(costs, run.loads, strict=True)]
     rows = [row(*pair) for pair in zip(run.loads, results, strict=True)]
     levels = [level(run.loads, results, each) for each in machine.utilisations]
+    raw: dict[str, Any] = {"loads": rows}
+    if not args.replay:
+        raw |= {"measured": run, "costs": costs, "simulated": [one.outcomes for one in results]}
     publish(
         "simulator_check",
         settings={
@@ -173,12 +176,7 @@ def main() -> None:
             for name, value in found.items()
             if name != "load"
         },
-        raw={
-            "measured": msgspec.to_builtins(run),
-            "costs": msgspec.to_builtins(costs),
-            "loads": rows,
-            "simulated": [msgspec.to_builtins(result.outcomes) for result in results],
-        },
+        raw=msgspec.to_builtins(raw),
         out=args.out,
         rows=[shown(found) for found in rows + levels],
     )
@@ -190,6 +188,7 @@ def _arguments() -> argparse.Namespace:
     arguments.add_argument("--model", help="as `memserve up --model`")
     arguments.add_argument("--profile", type=Path, metavar="FILE", help="of `memserve calibrate`")
     arguments.add_argument("--budget-s", type=float, default=200.0, help="for probes and loads")
+    arguments.add_argument("--seed", type=int, default=0, help="of the first load; then rising")
     arguments.add_argument("--replay", type=Path, metavar="FILE", help="a result of this script")
     return arguments.parse_args()
 
@@ -197,7 +196,8 @@ def _arguments() -> argparse.Namespace:
 def read(path: Path) -> Measured:
     """What an earlier run measured. Raises: SystemExit."""
     try:
-        return msgspec.convert(json.loads(path.read_text("utf-8"))["raw"]["measured"], Measured)
+        found = json.loads(path.read_text("utf-8"))["raw"]["measured"]
+        return msgspec.convert(found, Measured, str_keys=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"--replay {path}: not a result of this script: {error}") from error
 
@@ -237,7 +237,8 @@ async def measure(machine: Machine, base: Profile, args: argparse.Namespace) -> 
         while True:
             lap = time.perf_counter()
             for utilisation in machine.utilisations:
-                run.loads.append(await one_load(url, machine, run, utilisation, meter))
+                seed = args.seed + len(run.loads)
+                run.loads.append(await one_load(url, machine, run, utilisation, seed, meter))
                 await probe_once(url, machine, run, meter)
             longest_s = max(longest_s, time.perf_counter() - lap)
             if time.perf_counter() - begun + longest_s > args.budget_s:
@@ -250,10 +251,9 @@ async def probe_once(url: str, machine: Machine, run: Measured, meter: Meter) ->
 
 
 async def one_load(
-    url: str, machine: Machine, run: Measured, utilisation: float, meter: Meter
+    url: str, machine: Machine, run: Measured, utilisation: float, seed: int, meter: Meter
 ) -> Load:
     """Run it, at the rate that the last probe suggests."""
-    seed = len(run.loads)
     rate = rate_for(machine, run, utilisation, seed)
     calls = make_load(machine, rate, seed)
     meter.lap()

@@ -1,6 +1,6 @@
 """What a transfer takes between two instances: allocate → transmit → insert, through the hub.
 
-Two processes with real pools, `Transfers` and links, on two GPUs, and the hub's ZeroMQ channel
+Two processes with real pools, `Transfers` and links, on two GPUs, and the hub's channel
 between them; no engine. Timed at the hub, from `Allocate` until `Inserted` has come back, for each
 kind of link: a whole prompt that the receiver has nothing of (the paper's 2,048 tokens of
 Llama-2-13B), and one of which it lacks the last 64 tokens. Beside it what the link itself took.

@@ -2,7 +2,8 @@
 
 Commands (hub → worker) are verbs; events (worker → hub) are in the past tense. Each is a frozen,
 tagged `msgspec.Struct`; nothing is pickled and no tensor travels here. Both directions are ordered
-and reliable for the life of a worker (ZeroMQ over `ipc://`).
+and reliable for the life of a worker (a Unix socket; `frames.py`). The first frame of a worker is
+its `Greeting`.
 
 Life of a split request, with context caching (`transfer` names the direction)::
 
@@ -222,6 +223,13 @@ class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     epoch: int
 
 
+class Greeting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Opens a worker's connection: which life of which instance speaks. Events follow."""
+
+    instance: InstanceId
+    epoch: int
+
+
 class PoolStats(msgspec.Struct, frozen=True):
     """An instance's pool and queue at one moment. Blocks: free + historical + active = total."""
 
@@ -244,7 +252,7 @@ class PoolStats(msgspec.Struct, frozen=True):
     prefix_query_tokens: int
     """Prompt tokens asked for since the start."""
     dram_blocks: int = 0
-    """Slots of the DRAM tier; 0: there is none."""
+    """Slots of the DRAM tier, of a block each with its parts on all ranks; 0: there is none."""
     dram_used_blocks: int = 0
     swapped_out_blocks: int = 0
     """HBM → DRAM, since the start."""
@@ -466,16 +474,25 @@ AnyEvent: TypeAlias = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
+_greeting_decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
 _event_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
 
 
-def encode(message: AnyCommand | AnyEvent) -> bytes:
-    """One message → one ZeroMQ frame."""
+def encode(message: AnyCommand | AnyEvent | Greeting) -> bytes:
+    """One message → the body of one frame."""
     return _encoder.encode(message)
 
 
-def decode_command(frame: bytes) -> AnyCommand:
+def decode_greeting(frame: bytes | bytearray) -> Greeting:
+    """Raises: ProtocolError."""
+    try:
+        return _greeting_decoder.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a greeting: {error}") from error
+
+
+def decode_command(frame: bytes | bytearray) -> AnyCommand:
     """Raises: ProtocolError."""
     try:
         return _command_decoder.decode(frame)
@@ -483,7 +500,7 @@ def decode_command(frame: bytes) -> AnyCommand:
         raise ProtocolError(f"not a command: {error}") from error
 
 
-def decode_event(frame: bytes) -> AnyEvent:
+def decode_event(frame: bytes | bytearray) -> AnyEvent:
     """Raises: ProtocolError."""
     try:
         return _event_decoder.decode(frame)

@@ -200,7 +200,7 @@ class Orchestrator:
         finally:
             if self._front_end is not None:
                 self._front_end.close()
-            await hub.close()
+            hub.close()
 
     def _build(self, model: str, run_dir: Path, hub: Hub, cost: CostModel) -> None:
         config = self._config

@@ -106,7 +106,7 @@ class CostModel:
             last -= full * self._chunk
         seconds += self._dense[last] + self._attention_s(last, before)
         seconds = max(seconds, floor_s + self._floor_s(last))
-        return self._factor * (seconds + self.request_s(num_tokens))
+        return self._factor * (seconds + self._taking_s(num_tokens))
 
     def exec_many(self, num_tokens: int, cached_tokens: npt.ArrayLike) -> Floats:
         """`exec_s` of one prompt on many instances. Shape: that of `cached_tokens`."""
@@ -128,11 +128,11 @@ class CostModel:
         growth = (chunk * self._cached_pair_s + self._read_s) * chunk
         seconds = seconds + full * first + growth * (full * (full - 1) // 2)
         seconds = np.maximum(seconds, floors)
-        total: Floats = self._factor * (seconds + self.request_s(num_tokens))
+        total: Floats = self._factor * (seconds + self._taking_s(num_tokens))
         return total
 
-    def request_s(self, num_tokens: int) -> float:
-        """The part of `exec_s` that belongs to no step: taking a prompt in."""
+    def _taking_s(self, num_tokens: int) -> float:
+        """What a prompt costs besides its steps."""
         return self._request_s + num_tokens * self._prompt_token_s
 
     def _chunk_s(self, tokens: int, before: int) -> float:
@@ -165,21 +165,41 @@ class CostModel:
     # Steps.
 
     def step_s(
-        self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
+        self,
+        chunks: Sequence[tuple[int, int]],
+        num_decodes: int = 0,
+        context_tokens: int = 0,
+        begun_tokens: int = 0,
     ) -> float:
         """One engine step that computes chunks of prompts and one token each of running requests.
 
         `chunks`: tokens to compute, and tokens before them. `context_tokens`: summed over the
-        `num_decodes` running requests. A step has at most `chunk_tokens` tokens in all: of more,
-        only the attention grows.
+        `num_decodes` running requests. `begun_tokens`: of all the prompts that begin with this
+        step. What surrounds the steps of a prefill is paid once for all that begin together. A
+        chunk of one token is computed as a decode: with such alone it is a decode step. A step has
+        at most `chunk_tokens` tokens in all: of more, only the attention grows.
         """
-        if not chunks:
-            return self.decode_step_s(num_decodes, context_tokens)
-        tokens = num_decodes + sum(new for new, _ in chunks)
+        longer = [chunk for chunk in chunks if chunk[0] > 1]
+        num_decodes += len(chunks) - len(longer)
+        context_tokens += sum(before + 1 for new, before in chunks if new == 1)
+        taking_s = begun_tokens * self._prompt_token_s
+        if not longer:
+            return self.decode_step_s(num_decodes, context_tokens) + self._factor * taking_s
+        if begun_tokens:
+            taking_s += self._request_s
+        tokens = num_decodes + sum(new for new, _ in longer)
         seconds = self._dense[min(tokens, self._chunk)]
-        seconds += sum(self._attention_s(new, before) for new, before in chunks)
+        seconds += sum(self._attention_s(new, before) for new, before in longer)
         seconds += num_decodes * self._decode_request_s + context_tokens * self._decode_context_s
-        return self._factor * max(seconds, self._floor_s(tokens))
+        return self._factor * (max(seconds, self._floor_s(tokens)) + taking_s)
+
+    def launch_s(self, num_tokens: int) -> float:
+        """How long launching a step of prompts keeps the host, which is free while the rest of it
+        is computed. 0 where that is not known, or never so: a CPU computes what it launches.
+        """
+        if self.profile.is_on_cpu:
+            return 0.0
+        return self._factor * max(self._floor_s(num_tokens), self._graph_floor_s)
 
     def decode_step_s(self, num_requests: int, context_tokens: int) -> float:
         """One decode step of a batch whose contexts sum up to `context_tokens`.
@@ -208,8 +228,11 @@ class CostModel:
         return fit.seconds(size_bytes) if size_bytes > 0 else 0.0
 
     def swap_in_s(self, size_bytes: int) -> float:
-        """Moving KV from DRAM to HBM: `transfer_s` over the link `dram`."""
-        return self.transfer_s(size_bytes, "dram")
+        """Moving KV from DRAM to HBM: `transfer_s` over the link `dram`.
+
+        `size_bytes`: of all ranks. Each moves its share over a link of its own, at the same time.
+        """
+        return self.transfer_s(-(-size_bytes // self.tp), "dram")
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Size of the KV of that many tokens, over all ranks."""

@@ -68,6 +68,8 @@ class ModelShape(msgspec.Struct, frozen=True):
             raise ValueError(f"the model's configuration lacks {', '.join(absent)}")
         heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
         dtype = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16")
+        if wrong := [key for key in needed if int(text[key]) < 1]:
+            raise ValueError(f"{wrong[0]} = {text[wrong[0]]}")
         return cls(
             num_layers=int(text["num_hidden_layers"]),
             hidden=hidden,
@@ -255,7 +257,7 @@ class StepFit(msgspec.Struct, frozen=True):
     """
 
     request_s: float = 0.0
-    """Once per request."""
+    """Once per prefill, whatever its steps; of prompts that begin in one step, once."""
     host_s: float = 0.0
     floor_s: float = 0.0
     graph_floor_s: float = 0.0
@@ -305,6 +307,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_calibrated(self) -> bool:
         return self.source == CALIBRATED
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.device.lower().startswith("cpu")
 
     def describe(self) -> str:
         """Where it comes from and what it is of, in a line."""

@@ -111,8 +111,8 @@ class BlockOps(ABC):
         stream: torch.cuda.Stream | None,
     ) -> int:
         _require_same_rows(source, target)
-        sources = _checked_ids(source, source_ids, "source")
-        targets = _checked_ids(target, target_ids, "target")
+        sources = _checked_ids(source_ids, source.num_blocks, "source")
+        targets = _checked_ids(target_ids, target.num_blocks, "target")
         _require_pairs(source, target, sources, targets)
         if len(sources):
             self._run(source, target, sources, targets, stream)
@@ -298,11 +298,12 @@ def _require_same_rows(source: BlockView, target: BlockView) -> None:
             raise TransferError(f"the source has {own} {name}, the target {other}")
 
 
-def _checked_ids(view: BlockView, block_ids: Sequence[int], side: str) -> Ids:
-    ids = np.fromiter(block_ids, dtype=np.int64, count=len(block_ids))
-    if len(ids) and not 0 <= ids.min() <= ids.max() < view.num_blocks:
-        bad = ids[(ids < 0) | (ids >= view.num_blocks)][0]
-        raise TransferError(f"the {side} has no block {bad}, only 0 to {view.num_blocks - 1}")
+def _checked_ids(block_ids: Sequence[int] | Ids, num_blocks: int, side: str) -> Ids:
+    """As an array, if there are such blocks. Raises: TransferError."""
+    ids = np.asarray(block_ids, dtype=np.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < num_blocks:
+        bad = ids[(ids < 0) | (ids >= num_blocks)][0]
+        raise TransferError(f"the {side} has no block {bad}, only 0 to {num_blocks - 1}")
     return ids.astype(np.int32)
 
 

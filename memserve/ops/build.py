@@ -23,7 +23,7 @@ from pathlib import Path
 from memserve.errors import StartError, TransferError
 
 SOURCE_DIR = Path(__file__).resolve().parents[2] / "cuda"
-LIBRARY_SOURCES = ("block_copy.cu", "device_memory.cu", "stream.cu")
+LIBRARY_SOURCES = ("block_copy.cu", "device_memory.cu", "nccl_pipe.cu")
 CHECK_SOURCES = ("block_copy.cu", "block_copy_check.cu")
 USUAL_NVCC = Path("/usr/local/cuda/bin/nvcc")
 
@@ -64,6 +64,50 @@ class Copy(ctypes.Structure):
     )
 
 
+class Nccl(ctypes.Structure):
+    """`MemserveNccl`: addresses of NCCL's functions."""
+
+    _fields_ = (
+        ("get_async_error", ctypes.c_void_p),
+        ("group_start", ctypes.c_void_p),
+        ("group_end", ctypes.c_void_p),
+        ("send", ctypes.c_void_p),
+        ("receive", ctypes.c_void_p),
+    )
+
+
+class PipeConfig(ctypes.Structure):
+    """`MemservePipeConfig`: the blocks, the staging memory and the communicator of a pipe."""
+
+    _fields_ = (
+        ("nccl", Nccl),
+        ("communicator", ctypes.c_void_p),
+        ("blocks", Side),
+        ("row_bytes", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32),
+        ("num_layers", ctypes.c_int32),
+        ("slots", ctypes.c_uint64 * 2),
+        ("slot_blocks", ctypes.c_int32),
+        ("peer", ctypes.c_int32),
+        ("is_sender", ctypes.c_int32),
+        ("pieces", ctypes.c_int32),
+        ("max_sms", ctypes.c_int32),
+        ("max_ahead", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+    )
+
+
+class PipeCounts(ctypes.Structure):
+    """`MemservePipeCounts`: pieces put, launched and finished so far."""
+
+    _fields_ = (
+        ("put", ctypes.c_int64),
+        ("launched", ctypes.c_int64),
+        ("finished", ctypes.c_int64),
+        ("nccl_error", ctypes.c_int32),
+    )
+
+
 class BlockCopyLibrary:
     """The built library. It has no state of its own: any thread may call it."""
 
@@ -91,24 +135,38 @@ class BlockCopyLibrary:
             f"GPU {device} cannot reach the memory of GPU {peer}",
         )
 
-    def create_stream(self, device: int) -> int:
-        """A stream of `device` that nobody else has, of the highest priority; its handle.
-
-        Raises: TransferError.
-        """
-        stream = ctypes.c_uint64()
+    def open_pipe(self, config: PipeConfig) -> int:
+        """A pipe; its handle. What `config` points to must live as long. Raises: TransferError."""
+        pipe = ctypes.c_void_p()
         self._require(
-            self._functions.memserve_stream_create(device, ctypes.byref(stream)),
-            f"no stream on GPU {device}",
+            self._functions.memserve_pipe_open(ctypes.byref(config), ctypes.byref(pipe)),
+            f"no pipe on GPU {config.device}",
         )
-        return stream.value
+        assert pipe.value is not None
+        return pipe.value
 
-    def destroy_stream(self, device: int, stream: int) -> None:
-        """Nothing may be queued on it any more. Raises: TransferError."""
-        self._require(
-            self._functions.memserve_stream_destroy(device, stream),
-            f"cannot end a stream of GPU {device}",
+    def put_into_pipe(self, pipe: int, block_ids: int, sizes: int, num_chunks: int) -> PipeCounts:
+        """`block_ids`, `sizes`: addresses of arrays of int32. Raises: TransferError."""
+        counts = PipeCounts()
+        code = self._functions.memserve_pipe_put(
+            pipe, block_ids, sizes, num_chunks, ctypes.byref(counts)
         )
+        self._require(code, f"cannot queue {num_chunks} chunks")
+        return counts
+
+    def run_pipe(self, pipe: int, finished: int, watch: int, patience_us: int) -> PipeCounts:
+        """The counts may name an error of NCCL's. Raises: TransferError for one of CUDA's."""
+        counts = PipeCounts()
+        code = self._functions.memserve_pipe_run(
+            pipe, finished, watch, patience_us, ctypes.byref(counts)
+        )
+        if not counts.nccl_error:
+            self._require(code, "cannot move blocks")
+        return counts
+
+    def close_pipe(self, pipe: int) -> None:
+        """Waits for what is queued. Raises: TransferError; the pipe is gone in any case."""
+        self._require(self._functions.memserve_pipe_close(pipe), "cannot end a pipe")
 
     def _require(self, code: int, problem: str) -> None:
         if code:
@@ -249,10 +307,12 @@ def _declare(functions: ctypes.CDLL) -> None:
     functions.memserve_copy_blocks.restype = ctypes.c_int
     functions.memserve_enable_peer_access.argtypes = (ctypes.c_int, ctypes.c_int)
     functions.memserve_enable_peer_access.restype = ctypes.c_int
-    functions.memserve_stream_create.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
-    functions.memserve_stream_create.restype = ctypes.c_int
-    functions.memserve_stream_destroy.argtypes = (ctypes.c_int, ctypes.c_uint64)
-    functions.memserve_stream_destroy.restype = ctypes.c_int
+    pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    counts = ctypes.POINTER(PipeCounts)
+    functions.memserve_pipe_open.argtypes = (ctypes.POINTER(PipeConfig), ctypes.POINTER(pointer))
+    functions.memserve_pipe_put.argtypes = (pointer, pointer, pointer, integer, counts)
+    functions.memserve_pipe_run.argtypes = (pointer, long, integer, long, counts)
+    functions.memserve_pipe_close.argtypes = (pointer,)
     for name in (functions.memserve_error_name, functions.memserve_error_text):
         name.argtypes = (ctypes.c_int,)
         name.restype = ctypes.c_char_p

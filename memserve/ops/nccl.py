@@ -1,7 +1,7 @@
-"""NCCL between two ranks, by its C library: sends and receives that can be given up.
+"""NCCL between two ranks, by its C library: communicators that can be given up.
 
 Communicators are non-blocking: nothing here waits for the other rank, so that its death never holds
-a thread. `progress` says whether what was asked for is on its way, and raises once NCCL has failed.
+a thread. What goes through one is `nccl_pipe.py`'s matter.
 
 Collaborators: `workers/links/nccl_worker.py` drives one communicator per thread;
 `workers/links/nccl_fake.py` is the same over sockets, for machines without a GPU. The library is
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from memserve.errors import StartError, TransferError
+from memserve.ops.build import Nccl
 
 ID_BYTES = 128
 MAX_CTAS = 32
@@ -29,7 +28,6 @@ Both ends must say the same. With 16, long transfers take up to a twentieth long
 `bench/fig11_transfer.py --sweep` compares."""
 
 _SUCCESS, _IN_PROGRESS = 0, 7
-_UINT8 = 1
 _API_MAGIC = 0xCAFEBEEF
 _UNDEFINED = -(2**31)
 _CONFIG_VERSION = 21800
@@ -41,25 +39,12 @@ class Communicator(Protocol):
     """Two ranks, of which this is one. One thread makes all calls."""
 
     def progress(self) -> bool:
-        """Whether all that was asked for is queued on its stream, so that more may be asked for.
-
-        Right after `join`: whether both ranks are there. Raises: TransferError; `abort` it then.
-        """
-        ...
-
-    def send(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
-        """Send each part, bytes in contiguous memory, as the other rank's `receive` names them.
-
-        Raises: TransferError, also if the last call has not made its progress.
-        """
-        ...
-
-    def receive(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
-        """The other end of `send`: as many parts of the same sizes."""
+        """Whether both ranks are there. Raises: TransferError; `abort` it then."""
         ...
 
     def abort(self) -> None:
-        """Give up. What is on a stream ends soon, with any contents; no call may follow."""
+        """Give up. What is on a stream ends soon, with any contents; no call may follow, nor one
+        of a pipe through it but `close`."""
         ...
 
 
@@ -162,35 +147,41 @@ class NcclCommunicator:
         self._require(state.value)
         return state.value == _SUCCESS
 
-    def send(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
-        self._group(self._functions.ncclSend, parts, stream)
+    @property
+    def handle(self) -> int:
+        """`ncclComm_t`. Raises: TransferError (aborted)."""
+        return self._open().value or 0
 
-    def receive(self, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
-        self._group(self._functions.ncclRecv, parts, stream)
+    @property
+    def peer(self) -> int:
+        """The other rank."""
+        return self._peer
+
+    @property
+    def addresses(self) -> Nccl:
+        """Of the functions by which a pipe uses it."""
+        functions = self._functions
+        return Nccl(
+            *(
+                ctypes.cast(function, ctypes.c_void_p).value
+                for function in (
+                    functions.ncclCommGetAsyncError,
+                    functions.ncclGroupStart,
+                    functions.ncclGroupEnd,
+                    functions.ncclSend,
+                    functions.ncclRecv,
+                )
+            )
+        )
+
+    def error(self, code: int) -> TransferError:
+        """What NCCL's code means."""
+        return TransferError(f"NCCL failed: {_text(self._functions, code)}")
 
     def abort(self) -> None:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:  # its result tells nothing: it is over in any case
             self._functions.ncclCommAbort(communicator)
-
-    def _group(
-        self,
-        function: Callable[..., int],
-        parts: Sequence[torch.Tensor],
-        stream: torch.cuda.Stream,
-    ) -> None:
-        """One launch for all parts."""
-        communicator = self._open()
-        self._require(self._functions.ncclGroupStart())
-        codes = [
-            function(
-                part.data_ptr(), part.nbytes, _UINT8, self._peer, communicator, stream.cuda_stream
-            )
-            for part in parts
-        ]
-        codes.append(self._functions.ncclGroupEnd())
-        for code in codes:
-            self._require(code)
 
     def _open(self) -> ctypes.c_void_p:
         if self._communicator is None:
@@ -199,7 +190,7 @@ class NcclCommunicator:
 
     def _require(self, code: int) -> None:
         if code not in (_SUCCESS, _IN_PROGRESS):
-            raise TransferError(f"NCCL failed: {_text(self._functions, code)}")
+            raise self.error(code)
 
 
 def _text(functions: Any, code: int) -> str:
@@ -229,9 +220,8 @@ def _open() -> ctypes.CDLL:
 
 
 def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
-    """Argument types: without them ctypes would cut pointers to 32 bits."""
+    """Argument types: without them ctypes would cut pointers to 32 bits. And what pipes call."""
     integer, pointer = ctypes.c_int, ctypes.c_void_p
-    transfer = (pointer, ctypes.c_size_t, integer, integer, pointer, pointer)
     arguments: dict[str, tuple[Any, ...]] = {
         "ncclGetVersion": (ctypes.POINTER(integer),),
         "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
@@ -244,11 +234,9 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "ncclCommGetAsyncError": (pointer, ctypes.POINTER(integer)),
         "ncclCommAbort": (pointer,),
-        "ncclGroupStart": (),
-        "ncclGroupEnd": (),
-        "ncclSend": transfer,
-        "ncclRecv": transfer,
     }
+    for name in ("ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv"):
+        getattr(functions, name)
     for name, kinds in arguments.items():
         function = getattr(functions, name)
         function.argtypes, function.restype = kinds, integer

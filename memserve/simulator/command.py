@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from memserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from memserve.core.cost_model import CostModel
     from memserve.simulator.setup import Options
+    from memserve.simulator.simulation import Setup
     from memserve.simulator.synthetic import Shape
 
 _PATH = click.Path(path_type=Path)
@@ -40,7 +46,7 @@ _PATH = click.Path(path_type=Path)
     "--model", default="llama-3.1-8b", show_default=True, help="A known shape, or a folder."
 )
 @click.option("--device", default="H200", show_default=True, help="What the model runs on.")
-@click.option("--tp", type=int, metavar="N", help="GPUs of one instance; 1, or the profile's.")
+@click.option("--tp", metavar="N|P=N,D=M", help="GPUs of one instance; 1, or the profile's.")
 @click.option("--policy", help="cost, prefix, session, least_loaded or round_robin.")
 @click.option("--split", help="auto, always or never.")
 @click.option("--profile", type=_PATH, metavar="FILE", help="What `calibrate` measured.")
@@ -76,32 +82,41 @@ def simulate(
     flags = {"scheduler.policy": ("--policy", policy), "scheduler.split": ("--split", split)}
     given = {key: (flag, text) for key, (flag, text) in flags.items() if text is not None}
     settings = config.load(flags=given, assignments=assignments, environ=os.environ)
+    _check_used(assignments, values)
     options = _options(values)
     costs = setup.costs(options)
     calls = setup.load(options)
     cluster = setup.cluster(options, settings.config, costs, calls)
-    if svg_file is not None and (as_json or svg_file == csv_file):
-        why = "the CSV file too" if svg_file == csv_file else "--json prints no picture"
-        raise ConfigError("--svg", f"cannot write {svg_file}: {why}")
-    for flag, file in (("--csv", csv_file), ("--svg", svg_file)):
-        if file is not None:
-            _writable(flag, file)
+    _check_files(csv_file, svg_file, as_json)
     result = Simulation(cluster, calls, costs, time.perf_counter).run()
     summary = report.summarize(result, options.objectives)
     if csv_file is not None:
-        report.write_csv(result.outcomes, csv_file)
+        with _written("--csv", csv_file):
+            report.write_csv(result.outcomes, csv_file)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
         return
-    geometry = cluster.hardware.geometry
-    title = f"{cluster.mode} · {costs.profile.model} on {costs.profile.device} ({costs.source})"
     console = Console(record=svg_file is not None)
-    console.print(
-        f"{title} · {geometry.num_blocks:,} blocks of {geometry.block_size}", soft_wrap=True
-    )
+    console.print(_title(cluster, costs), soft_wrap=True)
     report.show(summary, result, options.objectives, console)
     if svg_file is not None:
-        console.save_svg(str(svg_file), title="memserve simulate")
+        with _written("--svg", svg_file):
+            console.save_svg(str(svg_file), title="memserve simulate")
+
+
+def _check_used(assignments: tuple[str, ...], values: dict[str, Any]) -> None:
+    """Whether all that was typed has a meaning together. Raises: ConfigError."""
+    for text in assignments:
+        key = text.partition("=")[0].strip()
+        if not key.startswith("scheduler.") and key != "transfer.reservation_s":
+            raise ConfigError("--set", f"{key} changes nothing here", "keys of [scheduler]")
+    if values["dataset"] is not None and values["shape"]:
+        raise ConfigError("--synthetic", "there is a --dataset", "one of them")
+    context = click.get_current_context()
+    for name in ("model", "device"):
+        is_typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if values["profile"] is not None and is_typed:
+            raise ConfigError(f"--{name}", "the --profile says it", "one of them")
 
 
 def _options(values: dict[str, Any]) -> Options:
@@ -109,12 +124,13 @@ def _options(values: dict[str, Any]) -> Options:
     from memserve.simulator.setup import Options
     from memserve.types import Caching
 
-    caching = values.pop("caching")
+    caching, tp = values.pop("caching"), values.pop("tp")
     if caching is not None and caching not in {member.value for member in Caching}:
         allowed = ", ".join(member.value for member in Caching)
         raise ConfigError("--caching", f"{caching!r} is no level", allowed)
     return Options(
         caching=None if caching is None else Caching(caching),
+        tp=int(tp) if tp is not None and re.fullmatch(r"[+-]?\d{1,9}", tp) else tp,
         synthetic=_shape(values.pop("shape")),
         objectives=Objectives(values.pop("slo_ttft_s"), values.pop("slo_tpot_s")),
         **values,
@@ -139,8 +155,26 @@ def _shape(assignments: tuple[str, ...]) -> Shape:
         raise ConfigError(f"--synthetic {where.rstrip('`')}", what) from error
 
 
-def _writable(flag: str, path: Path) -> None:
+def _title(cluster: Setup, costs: CostModel) -> str:
+    sizes = " or ".join(f"{size:,}" for size in sorted({*cluster.blocks_of.values()}))
+    what = f"{cluster.mode} · {costs.profile.model} on {costs.profile.device} ({costs.source})"
+    return f"{what} · {sizes} blocks of {cluster.hardware.geometry.block_size}"
+
+
+def _check_files(csv_file: Path | None, svg_file: Path | None, as_json: bool) -> None:
+    """Before the run: empties the files. Raises: ConfigError."""
+    if svg_file is not None and (as_json or svg_file == csv_file):
+        why = "the CSV file too" if svg_file == csv_file else "--json prints no picture"
+        raise ConfigError("--svg", f"cannot write {svg_file}: {why}")
+    for flag, file in (("--csv", csv_file), ("--svg", svg_file)):
+        if file is not None:
+            with _written(flag, file):
+                file.open("w").close()
+
+
+@contextmanager
+def _written(flag: str, path: Path) -> Iterator[None]:
     try:
-        path.open("w").close()
+        yield
     except OSError as error:
         raise ConfigError(flag, f"cannot write {path}: {error.strerror}") from error

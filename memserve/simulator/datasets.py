@@ -102,8 +102,8 @@ def _json_calls(first: str, lines: Iterable[str], path: Path) -> Iterator[Call]:
             yield call
             count += 1
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ConfigError(_FLAG, f"{path}: after {count} calls: {what}") from error
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(_FLAG, f"{path}: the record after {count} calls: {what}") from error
 
 
 def _decode(line: str, path: Path, number: int) -> _Row:
@@ -138,13 +138,13 @@ def _azure(rows: Iterable[Mapping[str, str]], path: Path) -> Iterator[Call]:
     begin: datetime.datetime | None = None
     for number, row in enumerate(rows):
         try:
-            # seven digits of a second's fraction are one more than `datetime` takes
-            at = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
+            at = datetime.datetime.fromisoformat(row["TIMESTAMP"])
             tokens, generated = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             begin = begin or at
             arrival_s = (at - begin).total_seconds()
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(_FLAG, f"{path}, line {number + 2}: {error}") from error
+            what = f"no {error}" if isinstance(error, KeyError) else error
+            raise ConfigError(_FLAG, f"{path}, line {number + 2}: {what}") from error
         yield Call(
             f"a{number}",
             (Piece(key_of("azure", number), max(1, tokens)),),

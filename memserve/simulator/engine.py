@@ -14,12 +14,14 @@ Collaborator: `worker.py`, which drives it and tells the scheduler.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
+from memserve.core.cost_model import CostModel
 from memserve.errors import OutOfBlocksError
+from memserve.messages import TokenOutput
 from memserve.types import BlockId, Namespace, RequestId
 from memserve.workers.mempool import MemPool
 
@@ -60,8 +62,10 @@ class Step(msgspec.Struct, eq=False):
     num_steps: int
     begun: float
     first_s: float
-    growth_s: float
+    growth_s: float = 0.0
     """How much longer each step takes than the one before."""
+    launch_s: float = 0.0
+    """After so long all is launched, and the host is free until the end; 0: it never is."""
 
     def seconds(self, num_steps: int) -> float:
         """How long the first so many of its steps take."""
@@ -81,14 +85,6 @@ class Step(msgspec.Struct, eq=False):
         return True
 
 
-class Output(msgspec.Struct):
-    """What a request got from a step."""
-
-    run: Run
-    token_ids: list[int]
-    is_last: bool
-
-
 class EngineLimits(msgspec.Struct, frozen=True):
     """vLLM's `max_num_batched_tokens` and `max_num_seqs`, and how finely time is cut."""
 
@@ -96,18 +92,6 @@ class EngineLimits(msgspec.Struct, frozen=True):
     requests: int
     steps_together: int = 64
     """Decoding steps that may be taken as one: bounds how late anything is heard of."""
-
-
-class StepCosts(Protocol):
-    """What `CostModel` says of an engine's step."""
-
-    def step_s(
-        self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
-    ) -> float:
-        """See `CostModel.step_s`."""
-
-    def request_s(self, num_tokens: int) -> float:
-        """See `CostModel.request_s`."""
 
 
 class EngineHooks(Protocol):
@@ -126,7 +110,7 @@ class SimulatedEngine:
     def __init__(
         self,
         mempool: MemPool,
-        costs: StepCosts,
+        costs: CostModel,
         limits: EngineLimits,
         clock: Callable[[], float],
         hooks: EngineHooks,
@@ -143,8 +127,8 @@ class SimulatedEngine:
         self._running: list[Run] = []
         self.busy_s = 0.0
         self.num_preempted = 0
-        self._intake_s = 0.0
-        """What taking in the requests costs that are new in the next step."""
+        self._begun_tokens = 0
+        """Of the prompts that begin with the next step."""
 
     @property
     def num_running(self) -> int:
@@ -162,14 +146,6 @@ class SimulatedEngine:
         """Queue a request."""
         self._waiting.append(run)
 
-    def abort(self, run: Run) -> None:
-        """Take it out; between two steps only."""
-        if run in self._running:
-            self._running.remove(run)
-            self._release(run)
-        else:
-            self._waiting.remove(run)
-
     # ── steps ─────────────────────────────────────────────────────────────────────────────────
 
     def plan(self) -> Step | None:
@@ -180,16 +156,18 @@ class SimulatedEngine:
             return None
         context = sum(len(run.tokens) for run in decodes)
         parts = [(count, run.num_computed) for run, count in chunks]
-        first_s = self._costs.step_s(parts, len(decodes), context)
-        first_s = self._slowdown * (first_s + self._intake_s)
-        self._intake_s = 0.0
-        step = Step(chunks, decodes, 1, self._clock(), first_s, 0.0)
-        if not chunks:
+        first_s = self._costs.step_s(parts, len(decodes), context, self._begun_tokens)
+        self._begun_tokens = 0
+        step = Step(chunks, decodes, 1, self._clock(), self._slowdown * first_s)
+        if chunks:
+            tokens = len(decodes) + sum(count for _, count in chunks)
+            step.launch_s = self._slowdown * self._costs.launch_s(tokens)
+        else:
             self._take_together(step, context)
         return step
 
-    def finish(self, step: Step) -> list[Output]:
-        """The step has run: its outputs, in order. Nothing may be added or aborted meanwhile."""
+    def finish(self, step: Step) -> list[TokenOutput]:
+        """The step has run: its outputs, in order."""
         self.busy_s += step.seconds(step.num_steps)
         outputs = [self._advance(run, step.num_steps) for run in step.decodes]
         for run, count in step.chunks:
@@ -199,7 +177,7 @@ class SimulatedEngine:
                 outputs.append(self._advance(run, 1))
         return outputs
 
-    def _advance(self, run: Run, num_steps: int) -> Output:
+    def _advance(self, run: Run, num_steps: int) -> TokenOutput:
         new = run.reply[:num_steps]
         del run.reply[:num_steps]
         run.tokens += new
@@ -210,7 +188,7 @@ class SimulatedEngine:
             self._running.remove(run)
             self._hooks.on_finished(run)
             self._release(run)
-        return Output(run, new, not run.reply)
+        return TokenOutput(run.id, run.attempt, new, None if run.reply else "length")
 
     def _plan_decodes(self) -> list[Run]:
         """Every decoding request that has a block for its next token."""
@@ -277,7 +255,7 @@ class SimulatedEngine:
         run.num_indexed = len(hits)
         if not run.is_started:
             run.is_started = True
-            self._intake_s += self._costs.request_s(len(run.tokens))
+            self._begun_tokens += len(run.tokens)
             self._hooks.on_scheduled(run, run.num_computed)
         return True
 

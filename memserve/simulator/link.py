@@ -99,6 +99,7 @@ class SimulatedLink:
         for job in self._jobs:
             if job.transfer_id == transfer_id:
                 job.error = "cancelled"
+                self._queue.after(0.0, self._wake)
 
     def close(self, *, is_lost: bool = False) -> None:
         """No completions follow."""

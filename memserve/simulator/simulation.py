@@ -44,6 +44,8 @@ class Setup(msgspec.Struct, frozen=True):
     """From the scheduler to an instance, and back."""
     front_end_s: float
     """From a client to the scheduler and back: HTTP, template, tokenizer."""
+    blocks_of: Mapping[InstanceId, int] = {}
+    """Instances whose pool has another size than `hardware` says."""
     slowdowns: Mapping[InstanceId, float] = {}
     """Instances whose steps take so many times as long as the costs say; others: 1."""
 
@@ -135,8 +137,9 @@ class Simulation:
     ) -> None:
         """`calls` have arrivals, rising. `stopwatch` measures the scheduler's own work.
 
-        `costs`: what the engines take. The scheduler starts with the same profile, and corrects its
-        own model by what it observes, as a real one does.
+        `costs`: what the engines take, save for those of other degrees (`scheduler.tp_of`). The
+        scheduler starts with the same profile, and corrects its own model by what it observes, as a
+        real one does.
         """
         self._setup = setup
         self._calls = calls
@@ -149,12 +152,14 @@ class Simulation:
             setup.scheduler, roles, self._send, self._queue.now, expected
         )
         self.scheduler.attach(self)
+        tp_of = setup.scheduler.tp_of or {}
+        costs_of = {tp: CostModel(costs.profile, tp) for tp in {*tp_of.values()} - {costs.tp}}
         for instance in roles:
             seat = Seat(instance, 1)
             self._workers[instance] = SimulatedWorker(
                 seat,
-                setup.hardware,
-                costs,
+                self._hardware_of(instance),
+                costs_of.get(tp_of.get(instance, costs.tp), costs),
                 self._queue,
                 partial(self._emit, seat),
                 self._workers,
@@ -168,6 +173,12 @@ class Simulation:
         self._events_s: dict[str, float] = {}
         self._num_events: dict[str, int] = {}
         self._num_arrived = 0
+
+    def _hardware_of(self, instance: InstanceId) -> Hardware:
+        hardware = self._setup.hardware
+        blocks = self._setup.blocks_of.get(instance, hardware.geometry.num_blocks)
+        geometry = msgspec.structs.replace(hardware.geometry, num_blocks=blocks)
+        return msgspec.structs.replace(hardware, geometry=geometry)
 
     def run(self) -> Result:
         """Until the last request has ended and nothing is held for any."""

@@ -15,6 +15,15 @@ import msgspec
 from memserve.errors import ConfigError
 from memserve.simulator.workload import Call, Piece, key_of
 
+_ALLOWED = {
+    "documents": (0, 10**9),
+    "document_tokens": (1, 10**9),
+    "system_tokens": (0, 10**9),
+    "turns": (1, 1000),
+    "user_tokens": (1, 10**9),
+    "reply_tokens": (1, 10**9),
+}
+
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The numbers. Lengths are means of an exponential distribution, at least 1 token."""
@@ -34,13 +43,10 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raises: ConfigError that names the number."""
-        least = {"documents": 0, "document_tokens": 1, "system_tokens": 0, "turns": 1}
-        for name in ("documents", "document_tokens", "system_tokens", "turns"):
-            if getattr(self, name) < least[name]:
-                raise ConfigError(f"--synthetic {name}", "too small", f"from {least[name]}")
-        for name in ("user_tokens", "reply_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--synthetic {name}", "too small", "from 1")
+        for name, (least, most) in _ALLOWED.items():
+            if not least <= getattr(self, name) <= most:
+                what = f"{getattr(self, name):,} is not allowed"
+                raise ConfigError(f"--synthetic {name}", what, f"{least} to {most:,}")
         if not 0 <= self.hot <= 1:
             raise ConfigError("--synthetic hot", f"{self.hot} is no share", "0 to 1")
         if self.hot and not self.documents:

@@ -6,7 +6,9 @@ wires are simulated. As in `workers/engine_loop.py`, everything happens between 
 
     commands ─▶ links ─▶ one step (or several of decoding alone) ─▶ Tokens, CacheChanged, Finished
 
-so that a command waits for the end of the step that runs when it arrives.
+so that a command waits for the end of the step that runs when it arrives. A step of prompts on a
+GPU is launched long before it has been computed; in between there is a turn too, as with vLLM's
+asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from memserve.core.cost_model import CostModel
 from memserve.core.vocabulary import Seat
-from memserve.errors import ProtocolError, TransferError
 from memserve.messages import (
     Abort,
     Allocate,
@@ -34,15 +36,11 @@ from memserve.messages import (
     PeerJoined,
     PoolStats,
     Prefill,
-    Refused,
     Rejected,
-    ResetCache,
     SendSnapshot,
     Started,
-    TokenOutput,
     Tokens,
     Transmit,
-    TransmitFailed,
 )
 from memserve.simulator.clock import EventQueue
 from memserve.simulator.engine import EngineLimits, Run, SimulatedEngine, Step
@@ -64,7 +62,7 @@ class SimulatedRequest(msgspec.Struct, frozen=True):
 
 
 class Hardware(msgspec.Struct, frozen=True):
-    """What all instances are made of."""
+    """What an instance is made of."""
 
     geometry: Geometry
     link: str
@@ -87,6 +85,8 @@ class SimulatedWorker:
     ) -> None:
         """`emit` takes every event at the moment it is sent."""
         self.seat = seat
+        self._me: dict[str, Any] = {"instance": seat.instance, "epoch": seat.epoch}
+        """What every event says first."""
         self.ways = Ways()
         self._hardware = hardware
         self._costs = costs
@@ -114,21 +114,22 @@ class SimulatedWorker:
             self.mempool, costs, hardware.limits, queue.now, self, slowdown
         )
         self._records = Records()
-        self._runs: dict[RequestId, Run] = {}
         self._ended: list[Run] = []
         self._inbox: deque[AnyCommand] = deque()
         self._step: Step | None = None
         self._is_turn_due = False
+        self._alarm: float | None = None
+        """When it wakes up for a deadline."""
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────
 
     def deliver(self, command: AnyCommand) -> None:
-        """A command arrives now; it is served between two steps."""
+        """A command arrives now; it is served when the host is free."""
         self._inbox.append(command)
         self._wake()
 
     def _wake(self) -> None:
-        """Something has happened: see to it when the step that runs now has ended."""
+        """Something has happened: see to it as soon as the host is free."""
         step = self._step
         if step is None:
             if not self._is_turn_due:
@@ -138,14 +139,23 @@ class SimulatedWorker:
             self._queue.at(step.end, partial(self._end_step, step, step.num_steps))
 
     def _turn(self) -> None:
-        """Between two steps."""
+        """Between two steps, or while one is computed whose host is free."""
         self._is_turn_due = False
         while self._inbox:
             self._serve(self._inbox.popleft())
         self.transfers.poll()
         self.transfers.expire()
-        self._begin_step()
+        if self._step is None:
+            self._begin_step()
         self._reports.flush()
+        deadline = self.transfers.next_deadline()
+        if deadline is not None and (self._alarm is None or deadline < self._alarm):
+            self._alarm = deadline
+            self._queue.at(deadline, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._wake()
 
     def _begin_step(self) -> None:
         if not self.engine.is_busy or self.ways.copies_until > self._queue.now():
@@ -154,31 +164,18 @@ class SimulatedWorker:
         if step is None and self.transfers.relax():
             step = self.engine.plan()
         self._step = step
-        if step is not None:
-            self._queue.at(step.end, partial(self._end_step, step, step.num_steps))
+        if step is None:
+            return
+        self._queue.at(step.end, partial(self._end_step, step, step.num_steps))
+        if step.begun < (launched_at := step.begun + step.launch_s) < step.end:
+            self._queue.at(launched_at, self._turn)
 
     def _end_step(self, step: Step, num_steps: int) -> None:
         if step is not self._step or num_steps != step.num_steps:  # it was cut
             return
         self._step = None
-        outputs = [
-            TokenOutput(
-                output.run.id,
-                output.run.attempt,
-                output.token_ids,
-                "length" if output.is_last else None,
-            )
-            for output in self.engine.finish(step)
-        ]
-        if outputs:
-            self._emit(
-                Tokens(
-                    instance=self.seat.instance,
-                    epoch=self.seat.epoch,
-                    outputs=outputs,
-                    payload=b"",
-                )
-            )
+        if outputs := self.engine.finish(step):
+            self._emit(Tokens(**self._me, outputs=outputs, payload=b""))
         self._report_ended()
         self._turn()
 
@@ -202,8 +199,6 @@ class SimulatedWorker:
                 self.transfers.cancel(command)
             case Abort():
                 self._abort(command)
-            case ResetCache():
-                self.mempool.reset()
             case SendSnapshot():
                 self._reports.send_snapshot()
             case _:
@@ -235,35 +230,17 @@ class SimulatedWorker:
         record.is_private = command.is_private
         record.held_tokens = 0
         self._records.enter_engine(record, run.owner)
-        self._runs[record.id] = run
         self.engine.add(run)
 
     def _reject(self, command: Prefill | Decode, message: str) -> None:
         self._emit(
             Rejected(
-                instance=self.seat.instance,
-                epoch=self.seat.epoch,
-                request_id=command.request_id,
-                attempt=command.attempt,
-                message=message,
+                **self._me, request_id=command.request_id, attempt=command.attempt, message=message
             )
         )
 
     def _allocate(self, command: Allocate) -> None:
-        try:
-            record = self._records.learn(
-                command.request_id, command.known_tokens, command.token_ids
-            )
-        except ProtocolError as error:
-            self._emit(
-                Refused(
-                    instance=self.seat.instance,
-                    epoch=self.seat.epoch,
-                    transfer_id=command.transfer_id,
-                    reason=str(error),
-                )
-            )
-            return
+        record = self._records.learn(command.request_id, command.known_tokens, command.token_ids)
         num_tokens = command.known_tokens + len(command.token_ids)
         self.transfers.allocate(command, record.tokens[:num_tokens])
 
@@ -271,18 +248,8 @@ class SimulatedWorker:
         self._link_to(command.peer)
         if command.history is not None:
             self.transfers.transmit_history(command, command.history, _is_computed)
-            return
-        if self._records.get(command.request_id) is not None:
+        else:
             self.transfers.transmit(command)
-            return
-        self._emit(
-            TransmitFailed(
-                instance=self.seat.instance,
-                epoch=self.seat.epoch,
-                transfer_id=command.transfer_id,
-                reason=f"unknown request {command.request_id}",
-            )
-        )
 
     def _abort(self, command: Abort) -> None:
         assert not command.hold, "no simulated client looks for stop strings"
@@ -292,9 +259,7 @@ class SimulatedWorker:
         record = self._records.get(request_id)
         if record is None:
             return
-        if (run := self._runs.pop(request_id, None)) is not None:
-            self._records.leave_engine(record)
-            self.engine.abort(run)
+        assert record.engine_id is None, "no simulated client goes away"
         self._records.forget(request_id)
         self.transfers.drop_source(request_id)
         self.transfers.forget(request_id)
@@ -305,13 +270,7 @@ class SimulatedWorker:
         """Say it before the step runs: the scheduler allocates on D meanwhile."""
         self.transfers.scheduled(run.id)
         self._emit(
-            Started(
-                instance=self.seat.instance,
-                epoch=self.seat.epoch,
-                request_id=run.id,
-                attempt=run.attempt,
-                cached_tokens=cached_tokens,
-            )
+            Started(**self._me, request_id=run.id, attempt=run.attempt, cached_tokens=cached_tokens)
         )
 
     def on_finished(self, run: Run) -> None:
@@ -326,7 +285,6 @@ class SimulatedWorker:
     def _report_ended(self) -> None:
         ended, self._ended = self._ended, []
         for run in ended:
-            del self._runs[run.id]
             record = self._records.get(run.id)
             assert record is not None
             self._records.leave_engine(record)
@@ -334,8 +292,7 @@ class SimulatedWorker:
                 self.mempool.delete(run.tokens, run.namespace)
             self._emit(
                 Finished(
-                    instance=self.seat.instance,
-                    epoch=self.seat.epoch,
+                    **self._me,
                     request_id=run.id,
                     attempt=run.attempt,
                     held_tokens=record.held_tokens,
@@ -356,21 +313,18 @@ class SimulatedWorker:
                 epoch=self.seat.epoch,
                 peer=peer,
                 peer_epoch=self._peers[peer].seat.epoch,
-                geometry=self._hardware.geometry,
+                geometry=self._peers[peer]._hardware.geometry,
                 addresses={},
             )
         )
 
     def _open_link(self, peer: PeerJoined) -> SimulatedLink:
-        target = self._peers.get(peer.peer)
-        if target is None:
-            raise TransferError(f"there is no instance {peer.peer}")
         return SimulatedLink(
             self._hardware.link,
             self._hardware.geometry.block_bytes,
             self._costs.transfer_s,
             self.ways,
-            target.ways,
+            self._peers[peer.peer].ways,
             self._queue,
             self._wake,
         )
@@ -395,7 +349,7 @@ class SimulatedWorker:
             prefix_hit_tokens=0,
             prefix_query_tokens=0,
         )
-        self._emit(Heartbeat(instance=self.seat.instance, epoch=self.seat.epoch, stats=stats))
+        self._emit(Heartbeat(**self._me, stats=stats))
 
     # ── accounting ────────────────────────────────────────────────────────────────────────────
 
@@ -407,5 +361,5 @@ class SimulatedWorker:
 
 
 def _is_computed() -> bool:
-    """History is sent between two steps, when what is indexed is computed."""
+    """Of history: what the index knows has been computed."""
     return True

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from memserve.errors import ConfigError
-
 _VOCABULARY = 1 << 15
 _FIRST_ID = 1000
 _OBJECTS = np.empty(_VOCABULARY, dtype=object)
@@ -133,7 +131,7 @@ def poisson(
 
     At each arrival one of the open sessions makes its next call. As many are open as make a session
     call every `think_s` in the mean (None: all that are needed); one that has ended makes room for
-    the next. The sessions come in a random order. Raises: ConfigError if there are no calls.
+    the next. The sessions come in a random order.
     """
     rng = random.Random(seed)
     waiting = _sessions(calls, requests, rng)
@@ -158,8 +156,6 @@ def _sessions(calls: Iterable[Call], requests: int, rng: random.Random) -> list[
     by_name: dict[str, list[Call]] = {}
     for call in calls:
         by_name.setdefault(call.session, []).append(call)
-    if not by_name:
-        raise ConfigError("--dataset", "no call in it fits", "see --max-context")
     sessions = list(by_name.values())
     rng.shuffle(sessions)
     chosen: list[list[Call]] = []

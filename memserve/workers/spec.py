@@ -1,7 +1,7 @@
 """What the cluster manager and the zygote say to each other, and what a worker has to know.
 
-Collaborators: `cluster.py` at one end of a socket pair, `zygote.py` at the other. Each frame is a
-big-endian 32-bit length and a msgpack body. This module imports neither torch nor vllm, for the
+Collaborators: `cluster.py` at one end of a socket pair, `zygote.py` at the other. The body of
+each frame (`frames.py`) is msgpack. This module imports neither torch nor vllm, for the
 orchestrator imports it.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from memserve.core.cost_model import BUILT_IN, Profile
 from memserve.errors import ProtocolError
+from memserve.frames import HEADER_BYTES, body_size, pack
 from memserve.types import InstanceId, Lora, Role, TransferStyle
 
 
@@ -26,7 +26,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     role: Role
     hub_address: str
-    """The hub's `ipc://` address."""
+    """The path of the hub's socket."""
     run_dir: str
     """Private to the user; temporary files go there, and vanish with it."""
     log_path: str
@@ -42,7 +42,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     layout: str = "auto"
     """auto, block_first or layer_first."""
     dram_bytes: int = 0
-    """Host memory for KV blocks; 0: none."""
+    """Host memory for KV blocks, of all ranks together; 0: none."""
     profile: Profile = BUILT_IN
     """What computing costs on this device: whether swapping in is faster."""
     reserve_blocks: int = 1
@@ -118,10 +118,6 @@ AnyNotice: TypeAlias = Imported | Forked | Exited
 
 _Message = TypeVar("_Message")
 
-_HEADER = struct.Struct(">I")
-_MAX_FRAME_BYTES = 1 << 20
-"""Far more than any of these messages takes: a longer frame means that the stream is broken."""
-
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Fork] = msgspec.msgpack.Decoder(Fork)
 _notice_decoder: msgspec.msgpack.Decoder[AnyNotice] = msgspec.msgpack.Decoder(AnyNotice)
@@ -129,8 +125,7 @@ _notice_decoder: msgspec.msgpack.Decoder[AnyNotice] = msgspec.msgpack.Decoder(An
 
 def encode_frame(message: Fork | AnyNotice) -> bytes:
     """Header and body."""
-    body = _encoder.encode(message)
-    return _HEADER.pack(len(body)) + body
+    return pack(_encoder.encode(message))
 
 
 # ── the orchestrator's end: asyncio ───────────────────────────────────────────────────────────
@@ -143,8 +138,8 @@ def write_request(writer: asyncio.StreamWriter, request: Fork) -> None:
 
 async def read_notice(reader: asyncio.StreamReader) -> AnyNotice:
     """The next notice. Raises: EOFError if the zygote is gone, ProtocolError."""
-    header = await reader.readexactly(_HEADER.size)
-    body = await reader.readexactly(_length(header))
+    header = await reader.readexactly(HEADER_BYTES)
+    body = await reader.readexactly(body_size(header))
     return _decode(_notice_decoder, body)
 
 
@@ -170,7 +165,7 @@ def receive_notice(sock: socket.socket) -> AnyNotice:
 
 
 def _receive_body(sock: socket.socket) -> bytes:
-    return _receive_exactly(sock, _length(_receive_exactly(sock, _HEADER.size)))
+    return _receive_exactly(sock, body_size(_receive_exactly(sock, HEADER_BYTES)))
 
 
 def _receive_exactly(sock: socket.socket, size: int) -> bytes:
@@ -184,13 +179,6 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
             raise EOFError("the other end of the socket pair is closed")
         data += piece
     return bytes(data)
-
-
-def _length(header: bytes) -> int:
-    length: int = _HEADER.unpack(header)[0]
-    if length > _MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {length} bytes; the longest allowed: {_MAX_FRAME_BYTES}")
-    return length
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message:

@@ -11,12 +11,12 @@ import torch
 
 from memserve.ops.blocks import library_for
 from memserve.ops.nccl import Fabric, NcclFabric
+from memserve.ops.nccl_pipe import Pieces
 from memserve.types import BlockId, Geometry, Heads, InstanceId
 from memserve.workers.links.base import Completion, Link, Rank, RankPeer
 from memserve.workers.links.nccl import NcclEndpoint
 from memserve.workers.links.nccl_fake import FakeFabric, FakeGpu
 from memserve.workers.links.nccl_pipe import CudaGpu, Gpu, gpu_identity
-from memserve.workers.links.nccl_wire import Pieces
 from memserve.workers.links.nccl_worker import Machinery, NcclSettings
 from tests.contract.link_rig import NUM_LAYERS, PAGE_BYTES
 
@@ -105,6 +105,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, what
+        time.sleep(50e-6)  # as an engine does, which leaves the interpreter to the others
 
 
 def completions(link: Link, count: int) -> list[Completion]:

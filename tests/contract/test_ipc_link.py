@@ -51,6 +51,7 @@ class Pair:
             shape,
             ops=self.ops,
             streams=self.streams,  # type: ignore[arg-type]
+            split_bytes=0,
             compute_stream=lambda: self.compute,  # type: ignore[arg-type,return-value]
             clock=lambda: self.clock_s,
         )
@@ -69,6 +70,18 @@ def ids(*numbers: int) -> list[BlockId]:
 
 
 # ── the link ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_short_transfer_keeps_to_one_stream() -> None:
+    pair = Pair(num_streams=3)
+    pair.link._split_bytes = 4 * SHAPE.block_bytes
+    pair.link.send(T1, ids(1, 2, 3), ids(4, 5, 6))
+    assert [stream.num_queued for stream in pair.streams] == [3, 0, 0]
+    pair.link.send(T2, ids(1, 2, 3, 7), ids(8, 9, 10, 11))
+    assert [stream.num_queued for stream in pair.streams] == [5, 2, 0]
+    done = [completion for _ in range(20) for completion in pair.link.poll()]
+    assert [completion.transfer_id for completion in done] == [T1, T2]
+    assert all(pair.has_arrived(source, target) for source, target in ((1, 8), (7, 11)))
 
 
 def test_a_transfer_is_done_when_all_its_streams_are() -> None:

@@ -192,7 +192,7 @@ def test_file_and_environment(
 def test_config_imports_nothing_heavy() -> None:
     code = (
         "import sys; from memserve import cli; code = cli.invoke(['config', '--set',"
-        " 'engine.seed=1']); heavy = {'torch', 'vllm', 'aiohttp', 'zmq', 'rich', 'asyncio'};"
+        " 'engine.seed=1']); heavy = {'torch', 'vllm', 'aiohttp', 'rich', 'asyncio'};"
         " found = heavy & set(sys.modules); print(found, file=sys.stderr); sys.exit(bool(found))"
     )
     done = subprocess.run(

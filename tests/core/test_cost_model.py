@@ -264,8 +264,7 @@ def test_many_instances_keep_their_shape() -> None:
 def test_a_step_with_one_chunk_is_that_prefill_s_step() -> None:
     for profile in PROFILES.values():
         model = CostModel(profile)
-        step_s = model.step_s([(50, 200)])
-        assert step_s + model.request_s(250) == pytest.approx(model.exec_s(250, 200))
+        assert model.step_s([(50, 200)], begun_tokens=250) == pytest.approx(model.exec_s(250, 200))
 
 
 def test_a_mixed_step_costs_more_than_either_part_and_less_than_both() -> None:
@@ -278,6 +277,33 @@ def test_a_mixed_step_costs_more_than_either_part_and_less_than_both() -> None:
 def test_a_step_without_chunks_is_a_decode_step() -> None:
     model = CostModel(make_profile())
     assert model.step_s([], 5, 700) == model.decode_step_s(5, 700)
+
+
+def test_what_surrounds_a_prefill_is_paid_once_for_all_that_begin_together() -> None:
+    model = CostModel(make_profile())
+    chunks = [(20, 100), (30, 200)]
+    more_s = model.step_s(chunks, begun_tokens=350) - model.step_s(chunks)
+    assert more_s == pytest.approx(1e-4 + 350 * 1e-8)
+
+
+def test_a_chunk_of_one_token_is_computed_as_a_decode() -> None:
+    """The engine replays the same graph: a hit that leaves one token costs no prefill."""
+    model = CostModel(PROFILES["graphs"])
+    assert model.step_s([(1, 99)], 3, 500) == pytest.approx(model.decode_step_s(4, 600))
+    begun_s = CostModel(make_profile()).step_s([(1, 99)], begun_tokens=100)
+    assert begun_s == pytest.approx(CostModel(make_profile()).decode_step_s(1, 100) + 100 * 1e-8)
+    beside = model.step_s([(40, 100), (1, 99)], 3, 500)
+    assert beside == pytest.approx(model.step_s([(40, 100)], 4, 600))
+
+
+def test_launching_keeps_a_gpu_s_host_for_a_part_of_a_long_step() -> None:
+    graphs = CostModel(PROFILES["graphs"])
+    assert (graphs.launch_s(32), graphs.launch_s(33)) == (5e-5, 4e-4)
+    unknown = make_profile(step=StepFit(graph_floor_s=5e-5), graph_sizes=(1, 8, 32))
+    assert CostModel(unknown).launch_s(33) == 5e-5  # at least what a graph takes
+    floor = PROFILES["floor"]
+    on_cpu = msgspec.structs.replace(floor, device="cpu-1")
+    assert (CostModel(floor).launch_s(8), CostModel(on_cpu).launch_s(8)) == (3e-4, 0)
 
 
 def test_decode_steps_grow_with_requests_and_context() -> None:
@@ -301,6 +327,7 @@ def test_moving_kv() -> None:
     model = CostModel(make_profile())
     assert model.transfer_s(200_000_000, "ipc") == pytest.approx(1e-3 + 1e-3)
     assert model.swap_in_s(50_000_000) == pytest.approx(1e-5 + 1e-3)
+    assert model.with_tp(2).swap_in_s(100_000_000) == model.swap_in_s(50_000_000)
     assert model.transfer_s(0, "ipc") == 0
     assert model.kv_bytes(10) == 10 * 2 * 4 * 4 * 32 * 2
 

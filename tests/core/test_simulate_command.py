@@ -70,6 +70,50 @@ def test_a_profile_says_for_how_many_ranks_it_is(
     assert times[0] == times[1] > times[2]
 
 
+def test_a_trace_in_several_copies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    record = {"prompt": [["m", 100]], "output_tokens": 5}
+    path.write_text(
+        "".join(f"{json.dumps({**record, 'session': n, 'arrival_s': n})}\n" for n in range(4))
+    )
+    trace = ("--json", "--dataset", str(path))
+    code, out, _ = run(capsys, *trace, "--copies", "2", "--rate", "4", "--requests", "7")
+    assert (code, json.loads(out)["requests"]) == (0, 7)
+    assert json.loads(out)["duration_s"] < 4.0
+    code, _, err = run(capsys, *trace, "--copies", "2500000")
+    assert code == 2 and "--copies" in err and "up to 2,000,000" in err
+
+
+def test_roles_may_have_different_degrees(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--json", "--rate", "0.5", "--blocks", "9000", "--synthetic", "user_tokens=4000")
+    by_tp = {
+        tp: json.loads(run(capsys, *load, "--tp", tp)[1]) for tp in ("1", "2", "P=2,D=1", "P=1,D=2")
+    }
+    ttft, tpot = (
+        {tp: found[name]["mean"] for tp, found in by_tp.items()} for name in ("ttft_s", "tpot_s")
+    )
+    for name, like, unlike in (("P=2,D=1", "2", "1"), ("P=1,D=2", "1", "2")):
+        assert ttft[name] == pytest.approx(ttft[like], rel=0.1)
+        assert tpot[name] == pytest.approx(tpot[unlike], rel=0.02)
+    assert ttft["1"] > 1.5 * ttft["2"] and tpot["1"] > 1.3 * tpot["2"]
+
+
+def test_a_pool_has_what_the_memory_of_its_instance_leaves(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("simulate", "--requests", "2", "--tp", "P=2,D=1")
+    assert cli.invoke(list(arguments)) == 0
+    assert "50,945 or 111,455 blocks of 16" in capsys.readouterr().out
+
+
+def test_a_device_is_known_by_a_part_of_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = [
+        json.loads(run(capsys, "--json", "--device", name)[1])["jct_s"]["mean"]
+        for name in ("H100", "h100", "NVIDIA H100 80GB HBM3", "H200")
+    ]
+    assert figures[0] == figures[1] == figures[2] > figures[3]
+
+
 def test_a_line_for_each_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "calls.csv"
     assert run(capsys, "--csv", str(path))[0] == 0
@@ -118,6 +162,16 @@ def test_a_profile_of_another_format_is_refused(
         (["--rate", "1e-300"], "days"),
         (["--think-s", "nan"], "--think-s"),
         (["--tp", "0"], "--tp"),
+        (["--tp", "P=3"], "1, 2, 4, 8, 16, 32"),
+        (["--tp", "PD=2"], "the mode has no PD"),
+        (["--tp", "two"], "P=2,D=1"),
+        (["--device", "foo"], "H200, H100, H800, A100, cpu"),
+        (["--requests", "99999999999"], "up to 2,000,000"),
+        (["--synthetic", "turns=1000000"], "1 to 1,000"),
+        (["--synthetic", "turns=2", "--dataset", "x.jsonl"], "there is a --dataset"),
+        (["--profile", "x.json", "--device", "H100"], "the --profile says it"),
+        (["--set", "mempool.dram_gb=4"], "mempool.dram_gb changes nothing here"),
+        (["--json", "--csv", "/dev/full"], "cannot write /dev/full"),
         (["--mode", "900P900D", "--blocks", "200000"], "up to 111,111 for each"),
         (["--tp", "3"], "1, 2, 4, 8, 16, 32"),
         (["--slo-ttft-s", "-1"], "--slo-ttft-s"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memserve.config import Config, SchedulerConfig
+from memserve.config import Config, SchedulerConfig, TransferConfig
 from memserve.core.builtin import built_in
 from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
@@ -47,18 +47,23 @@ CLOCK = functools.partial(next, itertools.count())
 class Plain(CostModel):
     """Costs that can be checked by hand: 10 ms a step, 0.1 ms a token, 1 µs a token of context."""
 
-    def __init__(self, bytes_per_s: float = 1e9) -> None:
+    def __init__(self, bytes_per_s: float = 1e9, launch_s: float = 0.0) -> None:
         super().__init__(built_in(MODELS["smollm2-135m"], "cpu"))
         self._bytes_per_s = bytes_per_s
+        self._launch_s = launch_s
 
     def step_s(
-        self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, context_tokens: int = 0
+        self,
+        chunks: Sequence[tuple[int, int]],
+        num_decodes: int = 0,
+        context_tokens: int = 0,
+        begun_tokens: int = 0,
     ) -> float:
         computed = sum(new for new, _ in chunks) + num_decodes
         return 0.01 + 1e-4 * computed + 1e-6 * context_tokens
 
-    def request_s(self, num_tokens: int) -> float:
-        return 0.0
+    def launch_s(self, num_tokens: int) -> float:
+        return self._launch_s
 
     def transfer_s(self, size_bytes: int, link: str) -> float:
         return 0.001 + size_bytes / self._bytes_per_s if size_bytes else 0.0
@@ -295,6 +300,16 @@ def test_a_pool_too_small_for_all_puts_the_youngest_back() -> None:
     assert ends[0] == min(ends)  # type: ignore[type-var]
 
 
+def test_a_transfer_that_takes_too_long_is_abandoned() -> None:
+    """D computes the prompt itself, and the request ends when the link is quiet."""
+    config = Config(transfer=TransferConfig(reservation_s=3.0), scheduler=PLAIN.scheduler)
+    (outcome,) = simulate(
+        [call("a", 100, 4)], "1P1D-CC", config=config, costs=Plain(bytes_per_s=100), link="ipc"
+    ).outcomes
+    assert outcome.error is None
+    assert 3.0 < (outcome.jct_s or 0) < 3.0 + 0.1
+
+
 def test_a_full_queue_refuses_calls_and_the_run_goes_on() -> None:
     scheduler = msgspec.structs.replace(PLAIN.scheduler, max_waiting=1, max_running=1)
     config = msgspec.structs.replace(PLAIN, scheduler=scheduler)
@@ -401,6 +416,19 @@ def test_only_links_that_copy_themselves_keep_the_sender_from_computing() -> Non
     # the other kind of link has ended as early, which is noticed after the step that runs then
     first_ends = [(one.jct_s or 0) - (one.ttft_s or 0) for one, _ in (copying, beside)]
     assert first_ends[1] - first_ends[0] == pytest.approx(0.02 - 0.011)
+
+
+def test_what_ended_is_noticed_when_a_step_has_been_launched() -> None:
+    """P's next step takes 20 ms and is launched after 15: the KV, 11 ms, has left by then."""
+    calls = [call("a", 100, 2), call("b", 100, 2)]
+    at_end, launched, too_early = (
+        simulate(calls, "1P1D-CC", tokens=100, link="ipc", costs=Plain(960_000, seconds)).outcomes
+        for seconds in (0.0, 0.015, 0.005)
+    )
+    assert launched[0].ttft_s == at_end[0].ttft_s
+    first_ends = [one.jct_s or 0 for one, _ in (at_end, launched, too_early)]
+    assert first_ends[0] - first_ends[1] == pytest.approx(0.02 - 0.015)
+    assert too_early == at_end
 
 
 def test_a_cancelled_transfer_ends_with_an_error() -> None:

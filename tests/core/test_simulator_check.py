@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench import simulator_check
+from bench import simulator_check, simulator_others
 from bench._probes import Probe, Spent, fit
 from bench.simulator_check import MACHINES, Load, Machine, Measured
 from memserve.core.cost_model import CostModel
@@ -17,6 +18,7 @@ from memserve.core.cost_samples import DecodeSample, LinkSample, PrefillSample
 
 CPU = msgspec.structs.replace(MACHINES["cpu"], requests=30)
 UTILISATION = 0.5
+RESULTS = Path(simulator_check.__file__).parent / "results"
 
 
 def a_probe(machine: Machine, model: CostModel) -> Probe:
@@ -72,7 +74,33 @@ def test_who_waits_for_a_processor_is_slower_by_that(run: Measured) -> None:
     assert found["ttft error, %"] > 45  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("name", ["simulator_check_h200x2", "simulator_check"])
+def test_the_runs_on_record_are_met_within_15_percent(name: str) -> None:
+    run = simulator_check.read(RESULTS / f"{name}.json")
+    for load, probes in zip(run.loads, itertools.pairwise(run.probes), strict=True):
+        result = simulator_check.simulate(run, fit(run.base, probes), load)
+        found = simulator_check.compare(load.outcomes, result.outcomes)
+        assert [x for x, value in found.items() if x.endswith("%") and abs(value) > 15] == []
+
+
+def test_what_other_benches_have_on_record_is_met_too() -> None:
+    run = simulator_check.read(RESULTS / "simulator_check_h200x2.json")
+    costs = fit(run.base, run.probes)
+    styles, bursts = (
+        json.loads((RESULTS / f"{name}_h200x2.json").read_text("utf-8"))
+        for name in ("fig12_styles", "gpu_vs_vllm")
+    )
+    rows = simulator_others.of_styles(styles, costs, run.block_size)
+    rows += simulator_others.of_bursts(bursts, costs, run.block_size)
+    assert len(rows) == 5
+    for row in rows:
+        for figure, percent in (("ttft", 15), ("jct", 5), ("tpot", 5)):
+            assert abs(row[f"{figure} error, %"]) < percent, (row["load"], figure)
+
+
 def test_a_result_can_be_replayed(run: Measured, tmp_path: Path) -> None:
+    base = msgspec.structs.replace(run.base, steps={2: run.base.step})  # as on several GPUs
+    run = msgspec.structs.replace(run, base=base)
     path = tmp_path / "result.json"
     content: dict[str, Any] = {"raw": {"measured": msgspec.to_builtins(run)}}
     path.write_text(json.dumps(content))

@@ -531,7 +531,7 @@ def test_model_with_several_kv_groups_is_refused_in_words(spare: Rig, sliding_mo
 
 def test_each_end_is_reported_once_with_its_cause(spare: Rig) -> None:
     pids = {}
-    for instance in ("PD2", "PD3", "PD4"):
+    for instance in ("PD2", "PD3", "PD4", "PD8"):
         pids[instance] = spare.fork(spare.spec(instance))
     for instance in pids:
         spare.expect(instance, Ready)
@@ -541,6 +541,8 @@ def test_each_end_is_reported_once_with_its_cause(spare: Rig) -> None:
     assert spare.exit_of(pids["PD3"]) == 0
     os.kill(pids["PD4"], signal.SIGKILL)
     assert spare.exit_of(pids["PD4"]) == -signal.SIGKILL
+    spare.disconnect("PD8/1")  # to a worker, that is the end of the hub
+    assert spare.exit_of(pids["PD8"]) == 0
     # The zygote still answers, and has nothing more to say about them.
     pid = spare.fork(spare.spec("PD5", model="/nowhere"))
     assert spare.exit_of(pid) == 2
@@ -555,6 +557,9 @@ import os, socket, subprocess, sys
 from memserve.workers.spec import *
 from memserve.types import InstanceId, Role
 run_dir, fd = sys.argv[1], int(sys.argv[2])
+hub = socket.socket(socket.AF_UNIX)
+hub.bind(run_dir + "/h")
+hub.listen()
 ours, theirs = socket.socketpair()
 zygote = subprocess.Popen(
     [sys.executable, "-m", "memserve.workers.zygote", "--fd", str(theirs.fileno()),
@@ -564,7 +569,7 @@ theirs.close()
 for name in ("P0", "D0"):
     send_frame(ours, Fork(WorkerSpec(
         instance=InstanceId(name), epoch=1, role=Role.PREFILL, run_dir=run_dir,
-        hub_address="ipc://" + run_dir + "/h", log_path=run_dir + "/" + name, model=run_dir,
+        hub_address=run_dir + "/h", log_path=run_dir + "/" + name, model=run_dir,
         kv_bytes=None)))
 pids = [zygote.pid]
 while len(pids) < 3:

@@ -1,12 +1,14 @@
 """Real workers without an orchestrator: a zygote, and a hub that tests drive by hand.
 
-`Rig` starts a zygote, forks workers and holds the ROUTER socket; every wait has a deadline and
+`Rig` starts a zygote, forks workers and holds the hub's socket; every wait has a deadline and
 fails with the worker's log. Used by test_worker_process.py and bench/startup.py.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import selectors
 import shutil
 import socket
 import subprocess
@@ -17,11 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import zmq
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from memserve.frames import FrameSocket
 from memserve.messages import (
     Abort,
     Allocate,
@@ -46,6 +48,7 @@ from memserve.messages import (
     Tokens,
     Transmit,
     decode_event,
+    decode_greeting,
     encode,
 )
 from memserve.types import InstanceId, Namespace, RequestId, Role, TransferId
@@ -93,11 +96,14 @@ class Rig:
         self.model = model
         # Not pytest's folder: a socket's path must be short.
         self.run_dir = Path(tempfile.mkdtemp(prefix="memserve-rig-"))
-        self.address = f"ipc://{self.run_dir}/hub.sock"
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.bind(self.address)
+        self.address = str(self.run_dir / "hub.sock")
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address)
+        self._listener.listen()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._peers: dict[str, FrameSocket] = {}
+        """By `<instance>/<epoch>`."""
         self._pending: dict[InstanceId, list[AnyEvent]] = {}
         self._notices: list[AnyNotice] = []
         self.pids: dict[str, int] = {}
@@ -126,8 +132,10 @@ class Rig:
             if self.zygote.poll() is None:
                 self.zygote.kill()
                 self.zygote.wait()
-            self._router.close(linger=0)
-            self._context.term()
+            for peer in list(self._peers):
+                self.disconnect(peer)
+            self._listener.close()
+            self._selector.close()
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
     # ── the zygote ────────────────────────────────────────────────────────────────────────────
@@ -176,7 +184,17 @@ class Rig:
     def send(self, instance: str, command: AnyCommand, to_epoch: int | None = None) -> None:
         """To the life that the command is for, unless another one is named."""
         epoch = command.epoch if to_epoch is None else to_epoch
-        self._router.send_multipart([f"{instance}/{epoch}".encode(), encode(command)])
+        peer = self._peers[f"{instance}/{epoch}"]
+        peer.send(encode(command))
+        while peer.has_unsent:
+            assert select.select([], [peer], [], DEADLINE_S)[1], f"{instance} does not read"
+            peer.flush()
+
+    def disconnect(self, seat: str) -> None:
+        """Close the connection of `<instance>/<epoch>`."""
+        peer = self._peers.pop(seat)
+        self._selector.unregister(peer)
+        peer.close()
 
     def expect(
         self, instance: str, kind: type[E], matches: Callable[[E], bool] = lambda e: True
@@ -203,15 +221,39 @@ class Rig:
         return [event for event in pending if not isinstance(event, Heartbeat | CacheChanged)]
 
     def _receive(self, deadline: float, what: str) -> None:
-        if not self._router.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+        if not ready:
             raise AssertionError(f"no {what} within {DEADLINE_S:g} s\n{self.logs()}")
-        identity, frame = self._router.recv_multipart()
-        instance = InstanceId(identity.decode().partition("/")[0])
-        event = decode_event(frame)
-        pending = self._pending.setdefault(instance, [])
-        # One heartbeat says as much as many.
-        if not (isinstance(event, Heartbeat) and pending and isinstance(pending[-1], Heartbeat)):
-            pending.append(event)
+        for key, _ in ready:
+            if key.fileobj is self._listener:
+                self._greet(FrameSocket(self._listener.accept()[0]), deadline)
+            else:
+                self._receive_from(key.data)  # its seat
+
+    def _greet(self, peer: FrameSocket, deadline: float) -> None:
+        while (frame := peer.receive()) is None:
+            assert not peer.is_ended and time.monotonic() < deadline, "a worker without a greeting"
+            select.select([peer], [], [], max(0.0, deadline - time.monotonic()))
+        greeting = decode_greeting(frame)
+        seat = f"{greeting.instance}/{greeting.epoch}"
+        if seat in self._peers:  # it has ended, which nobody has looked at yet
+            self.disconnect(seat)
+        self._peers[seat] = peer
+        self._selector.register(peer, selectors.EVENT_READ, seat)
+        self._receive_from(seat)
+
+    def _receive_from(self, seat: str) -> None:
+        peer = self._peers[seat]
+        while (frame := peer.receive()) is not None:
+            event = decode_event(frame)
+            pending = self._pending.setdefault(event.instance, [])
+            # One heartbeat says as much as many.
+            if not (
+                isinstance(event, Heartbeat) and pending and isinstance(pending[-1], Heartbeat)
+            ):
+                pending.append(event)
+        if peer.is_ended:
+            self.disconnect(seat)
 
     def logs(self, num_chars: int = 3000) -> str:
         """The ends of all logs."""

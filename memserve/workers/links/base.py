@@ -191,11 +191,15 @@ def require_blocks(
     """Whether these blocks exist, of so many on either side, and pair up. Raises: TransferError."""
     if len(source_ids) != len(target_ids):
         raise TransferError(f"{len(source_ids)} blocks cannot fill {len(target_ids)} blocks")
-    sides = (("source", source_ids, num_sources), ("target", target_ids, num_targets))
-    for side, ids, count in sides:
-        unknown = [b for b in ids if not 0 <= b < count]
-        if unknown:
-            raise TransferError(f"the {side} has no block {unknown[0]}, only 0 to {count - 1}")
+    require_existing(source_ids, num_sources, "source")
+    require_existing(target_ids, num_targets, "target")
+
+
+def require_existing(block_ids: Sequence[int], num_blocks: int, side: str) -> None:
+    """Whether that side, of so many blocks, has these. Raises: TransferError."""
+    if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
+        unknown = next(block for block in block_ids if not 0 <= block < num_blocks)
+        raise TransferError(f"the {side} has no block {unknown}, only 0 to {num_blocks - 1}")
 
 
 Piece = tuple[int, int, int]

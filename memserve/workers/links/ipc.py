@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 NUM_STREAMS = 2
 """Two streams keep two copy engines busy: one alone leaves a tenth of NVLink unused."""
+SPLIT_BYTES = 128 << 20
+"""Shorter transfers use one stream: a second call takes the host longer than it gains."""
 ENGINE_RUN_BYTES = 128 << 10
 """Copy engines pay for each contiguous run; pieces shorter than this are a kernel's work."""
 _WARM_BLOCK = 0
@@ -81,6 +83,7 @@ class IpcLink:
         rows: tuple[Rows, Rows] | None = None,
         compute_stream: Callable[[], torch.cuda.Stream] = torch.cuda.current_stream,
         is_discrete: bool = False,
+        split_bytes: int = SPLIT_BYTES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Takes over `target`, not `source`. `rows`: the part of each page that goes; None: all.
@@ -96,6 +99,7 @@ class IpcLink:
         self._target_layers = _layers(target_geometry, target.tensor, peer_rows)
         self._compute_stream = compute_stream
         self._is_discrete = is_discrete
+        self._split_bytes = split_bytes
         self._target = target
         self._ops = ops
         self._streams = list(streams)
@@ -180,12 +184,14 @@ class IpcLink:
     def _queue(
         self, job: _Job, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]
     ) -> None:
-        """Divide the blocks among the streams, each a run of neighbours in the request."""
+        """Divide the blocks among the streams, each a run of neighbours in the request; a few of
+        them stay together."""
         self._require_blocks(source_ids, target_ids)
         views = [(self._source, self._open_view())]
         if self._is_discrete:
             views = list(zip(self._source_layers, self._target_layers, strict=True))
-        step = -(-len(source_ids) // len(self._streams))
+        is_short = len(source_ids) * self._source.block_bytes < self._split_bytes
+        step = -(-len(source_ids) // (1 if is_short else len(self._streams)))
         for part, stream in enumerate(self._streams):
             chosen = slice(part * step, (part + 1) * step)
             if not source_ids[chosen]:

@@ -18,6 +18,7 @@ import logging
 import select
 import socket
 import threading
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,16 +76,15 @@ class NcclLink:
         target_ids: Sequence[BlockId],
     ) -> None:
         try:
-            self._require_good(source_ids, target_ids)
+            job = self._job(transfer_id, source_ids, target_ids)
         except TransferError as error:
             self._refused.append(Completion(transfer_id, 0, 0.0, str(error)))
             return
-        job = Job(transfer_id, source_ids, target_ids, self._clock())
         self._jobs[transfer_id] = job
         self._sender.put(job)
 
     def poll(self) -> list[Completion]:
-        """Whatever the peer has said to be complete. The work is done by the link's threads."""
+        """Whatever the peer has said to be complete."""
         done, self._refused = self._refused, []
         if not self._is_closed:
             done += self._sender.take()
@@ -105,14 +105,20 @@ class NcclLink:
         if is_lost:
             self._endpoint.drop(self._peer.peer, self._peer.peer_epoch)
 
-    def _require_good(self, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId]) -> None:
-        """All that the receiver's end would trip over."""
+    def _job(
+        self,
+        transfer_id: TransferId,
+        source_ids: Sequence[BlockId],
+        target_ids: Sequence[BlockId],
+    ) -> Job:
+        """Raises: TransferError for all that the receiver's end would trip over."""
         if self._is_closed:
             raise TransferError("the link is closed")
         num_targets = self._peer.geometry.num_blocks
         require_blocks(source_ids, self._view.num_blocks, target_ids, num_targets)
         if len(set(target_ids)) != len(target_ids):
             raise TransferError("a target block is named twice")
+        return Job(transfer_id, array("i", source_ids), array("i", target_ids), self._clock())
 
 
 class NcclEndpoint:

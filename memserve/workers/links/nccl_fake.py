@@ -1,160 +1,159 @@
-"""GPU streams and NCCL without either, over ordinary memory and sockets. For tests and rehearsals.
+"""Pipes and NCCL without a GPU, over ordinary memory and sockets. For tests and rehearsals.
 
 It keeps the contracts of `nccl_pipe.Gpu` and `ops.nccl.Fabric`, within one process and across two.
-A stream runs what is queued only when somebody asks an event of its thread, a piece or two per
-question, as a GPU that is a little behind. As with NCCL, a piece whose other end is not there, or
-has died, keeps its stream waiting until the communicator is aborted.
+As with NCCL, a piece whose other end is not there, or has died, keeps those behind it waiting until
+the communicator is aborted.
 """
 
 from __future__ import annotations
 
-import contextlib
-import random
 import secrets
+import select
 import socket
-import threading
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from memserve.errors import TransferError
-from memserve.ops.blocks import BlockOps, Ids, TorchBlockOps
-from memserve.ops.nccl import ID_BYTES
+from memserve.ops.blocks import TorchBlockOps
+from memserve.ops.nccl import ID_BYTES, Communicator
+from memserve.ops.nccl_pipe import Counts, Pieces
 from memserve.ops.views import BlockView
 
+_PAUSE_S = 50e-6
+"""Between two looks at what has not come."""
 _NAME = "memserve-fake-nccl-"
-
-
-class FakeStream:
-    """`torch.cuda.Stream`, as far as a link uses it. One thread makes all calls."""
-
-    def __init__(self, gpu: FakeGpu) -> None:
-        self.gpu = gpu
-        self.thread = threading.get_ident()
-        self._is_advancing = False
-        self._queue: deque[Callable[[], bool]] = deque()
-        self.num_put = 0
-        self.num_done = 0
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._queue)
-
-    def put(self, work: Callable[[], bool]) -> None:
-        """`work` is called until it returns True."""
-        self._queue.append(work)
-        self.num_put += 1
-
-    def advance(self) -> None:
-        """Run the next piece, if it can."""
-        if self._is_advancing or not self._queue or self.gpu.is_stuck:
-            return
-        self._is_advancing = True
-        if self._queue[0]():
-            self._queue.popleft()
-            self.num_done += 1
-        self._is_advancing = False
-
-    def record_event(self) -> FakeEvent:
-        return FakeEvent(self, self.num_put)
-
-    def wait_event(self, event: FakeEvent) -> None:
-        """What is queued from now on starts after the event."""
-        self.put(event.query)
-
-
-class FakeEvent:
-    """A point in a stream's queue."""
-
-    def __init__(self, stream: FakeStream, position: int) -> None:
-        self._stream = stream
-        self._position = position
-
-    def query(self) -> bool:
-        if self._stream.num_done < self._position:
-            self._stream.advance()
-            self._stream.gpu.advance_another()
-        return self._stream.num_done >= self._position
-
-    def synchronize(self) -> None:
-        while not self.query():
-            pass
-
-
-class _QueuedOps(BlockOps):
-    """Queues the reference's copies."""
-
-    def __init__(self) -> None:
-        self._reference = TorchBlockOps()
-
-    def _require_media(self, source: BlockView, target: BlockView, *, is_swap: bool) -> None:
-        pass
-
-    def _run(
-        self,
-        source: BlockView,
-        target: BlockView,
-        source_ids: Ids,
-        target_ids: Ids,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        assert isinstance(stream, FakeStream)
-
-        def copy() -> bool:
-            self._reference.copy_blocks(source, target, source_ids.tolist(), target_ids.tolist())
-            return True
-
-        stream.put(copy)
 
 
 class FakeGpu:
     """See `nccl_pipe.Gpu`."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         self.is_stuck = False
-        """Whether its streams stand still."""
-        self._streams: list[FakeStream] = []
-        self._random = random.Random(seed)
+        """Whether its copies stand still."""
+        self.num_pipes = 0
+        """That are not closed."""
+        self.num_launched = 0
+        """By all pipes so far."""
+        self.num_finished = 0
 
     def enter(self) -> None:
         pass
 
-    def stream(self) -> Any:
-        self._streams.append(FakeStream(self))
-        return self._streams[-1]
+    def pipe(
+        self,
+        communicator: Communicator,
+        view: BlockView,
+        *,
+        slot_blocks: int,
+        pieces: Pieces,
+        max_ahead: int,
+        is_sender: bool,
+    ) -> FakePipe:
+        assert isinstance(communicator, FakeCommunicator)
+        return FakePipe(self, communicator, view, slot_blocks, pieces, max_ahead, is_sender)
 
-    def advance_another(self) -> None:
-        """Streams run beside each other: only events keep an order between them."""
-        ours = [one for one in self._streams if one.thread == threading.get_ident()]
-        if ours:
-            self._random.choice(ours).advance()
 
-    def give_back(self, stream: Any) -> None:
-        assert not stream.num_queued
-        self._streams.remove(stream)
+class FakePipe:
+    """See `nccl_pipe.Pipe`: every piece is staged, and its bytes cross the communicator's socket,
+    as far as that goes in each call of `run`."""
 
-    @property
-    def num_streams(self) -> int:
-        """That nobody has given back."""
-        return len(self._streams)
+    def __init__(
+        self,
+        gpu: FakeGpu,
+        communicator: FakeCommunicator,
+        view: BlockView,
+        slot_blocks: int,
+        pieces: Pieces,
+        max_ahead: int,
+        is_sender: bool,
+    ) -> None:
+        self._gpu = gpu
+        self._communicator = communicator
+        self._view = view
+        self._slot_blocks = slot_blocks
+        self._pieces = pieces
+        self._max_ahead = max_ahead
+        self._is_sender = is_sender
+        self._ops = TorchBlockOps()
+        self._waiting: deque[list[int]] = deque()
+        self._launched: deque[_Piece] = deque()
+        self._num_put = 0
+        self._counts = Counts(0, 0)
+        gpu.num_pipes += 1
 
-    @property
-    def num_queued(self) -> int:
-        """Pieces that have not run."""
-        return sum(stream.num_queued for stream in list(self._streams))
+    def put(self, block_ids: array[int], sizes: Sequence[int]) -> int:
+        ids = block_ids.tolist()
+        for size in sizes:
+            if not 1 <= size <= self._slot_blocks:
+                raise TransferError(f"a chunk of {size} blocks; a slot has {self._slot_blocks}")
+            part, ids = ids[:size], ids[size:]
+            is_apart = self._pieces is Pieces.PAGES
+            self._waiting += [[block] for block in part] if is_apart else [part]
+        self._num_put = self._counts.launched + len(self._waiting)
+        return self._num_put
 
-    @property
-    def num_done(self) -> int:
-        """Pieces that have run on streams that nobody has given back."""
-        return sum(stream.num_done for stream in list(self._streams))
+    def run(self, finished: int = 0, watch: int = -1) -> Counts:
+        if not self._communicator.progress():
+            return self._counts
+        has_moved = True
+        while has_moved:
+            while self._waiting and len(self._launched) < self._max_ahead:
+                self._launch(self._waiting.popleft())
+            has_moved = bool(self._launched) and self._launched[0].move() and not self._gpu.is_stuck
+            if has_moved:
+                self._finish(self._launched.popleft())
+        if self._counts.finished < finished:
+            select.select([fd for fd in [watch] if fd >= 0], [], [], _PAUSE_S)
+        return self._counts
 
-    def staging(self, size_bytes: int) -> torch.Tensor:
-        return torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # a GPU does not zero it either
+    def close(self) -> None:
+        while self._launched:  # what was launched runs dry when the communicator was aborted
+            if not self._gpu.is_stuck and self._launched[0].move():
+                self._launched.popleft()
+        self._gpu.num_pipes -= 1
 
-    def ops(self) -> BlockOps:
-        return _QueuedOps()
+    def _launch(self, ids: list[int]) -> None:
+        # A GPU does not zero its staging memory either.
+        staging = torch.full((len(ids) * self._view.block_bytes,), 0xA5, dtype=torch.uint8)
+        if self._is_sender:
+            self._ops.gather_blocks(self._view, ids, staging)
+        self._launched.append(_Piece(self._communicator, ids, staging, self._is_sender))
+        self._counts = self._counts._replace(launched=self._counts.launched + 1)
+        self._gpu.num_launched += 1
+
+    def _finish(self, piece: _Piece) -> None:
+        if not self._is_sender:
+            self._ops.scatter_blocks(piece.staging, self._view, piece.ids)
+        self._counts = self._counts._replace(finished=self._counts.finished + 1)
+        self._gpu.num_finished += 1
+
+
+class _Piece:
+    """One launch's bytes, on their way."""
+
+    def __init__(
+        self,
+        communicator: FakeCommunicator,
+        ids: list[int],
+        staging: torch.Tensor,
+        is_sender: bool,
+    ) -> None:
+        self.ids = ids
+        self.staging = staging
+        self._communicator = communicator
+        self._is_sender = is_sender
+        self._rest = memoryview(staging.numpy())
+
+    def move(self) -> bool:
+        """A step further; whether nothing is left of it."""
+        moved = self._communicator.move(self._rest, is_sender=self._is_sender)
+        if moved is None:
+            return True
+        self._rest = self._rest[moved:]
+        return not self._rest
 
 
 class FakeFabric:
@@ -209,7 +208,6 @@ class FakeCommunicator:
         self._listener = listener
         self._socket = sock
         self._is_aborted = False
-        self._is_launching = False
 
     def progress(self) -> bool:
         if self._fabric.error is not None:
@@ -222,14 +220,7 @@ class FakeCommunicator:
             self._socket.setblocking(False)
             self._listener.close()
             self._listener = None
-        was_launching, self._is_launching = self._is_launching, False
-        return not was_launching
-
-    def send(self, parts: Sequence[torch.Tensor], stream: Any) -> None:
-        self._launch(parts, stream, lambda sock, data: sock.send(data))
-
-    def receive(self, parts: Sequence[torch.Tensor], stream: Any) -> None:
-        self._launch(parts, stream, lambda sock, data: sock.recv_into(data))
+        return True
 
     def abort(self) -> None:
         self._is_aborted = True
@@ -238,30 +229,13 @@ class FakeCommunicator:
             if sock is not None:
                 sock.close()
 
-    def _launch(
-        self,
-        parts: Sequence[torch.Tensor],
-        stream: FakeStream,
-        move: Callable[[socket.socket, memoryview], int],
-    ) -> None:
-        if self._is_launching:
-            raise TransferError("NCCL failed: invalid argument")
-        self._is_launching = True
-        for part in parts:
-            stream.put(self._piece(memoryview(part.numpy()), move))
-
-    def _piece(
-        self, data: memoryview, move: Callable[[socket.socket, memoryview], int]
-    ) -> Callable[[], bool]:
-        num_moved = 0
-
-        def advance() -> bool:
-            nonlocal num_moved
-            if self._is_aborted:
-                return True
-            if not self._fabric.is_held and self._socket is not None:
-                with contextlib.suppress(OSError):  # not ready, or gone
-                    num_moved += move(self._socket, data[num_moved:])
-            return num_moved == len(data)
-
-        return advance
+    def move(self, data: memoryview, *, is_sender: bool) -> int | None:
+        """How many bytes have crossed now; None: aborted, so that nothing will."""
+        if self._is_aborted:
+            return None
+        if self._fabric.is_held or self._socket is None:
+            return 0
+        try:
+            return self._socket.send(data) if is_sender else self._socket.recv_into(data)
+        except OSError:  # not ready, or gone
+            return 0

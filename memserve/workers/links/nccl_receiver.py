@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
@@ -22,18 +22,19 @@ from memserve.errors import TransferError
 from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
 from memserve.types import Heads
-from memserve.workers.links.ipc import Event
-from memserve.workers.links.nccl_pipe import InPipe
+from memserve.workers.links.base import require_existing
+from memserve.workers.links.nccl_pipe import Pipe
 from memserve.workers.links.nccl_wire import (
     Announce,
     Done,
     Hello,
     PeerGoneError,
     Refusal,
+    Schedule,
     Welcome,
     Wire,
 )
-from memserve.workers.links.nccl_worker import POLL_S, LinkThread, Machinery
+from memserve.workers.links.nccl_worker import LinkThread, Machinery
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 class _Arrival(msgspec.Struct):
     number: int
     size_bytes: int
-    queued: list[Event]
+    end: int
+    """It is here when so many launches have finished."""
 
 
 class Receiver(LinkThread):
@@ -75,7 +77,7 @@ class Receiver(LinkThread):
 
     def _run(self) -> None:
         communicator: Communicator | None = None
-        pipe: InPipe | None = None
+        pipe: Pipe | None = None
         wire, settings = self._wire, self._settings
         try:
             hello = self._greeting()
@@ -86,8 +88,10 @@ class Receiver(LinkThread):
             wire.send(Welcome())
             communicator = self._machinery.fabric.join(hello.unique_id, rank=1)
             self._until(communicator.progress, settings.open_s, "making the communicator")
-            pipe = InPipe(self._machinery.gpu, communicator, view, hello.schedule, hello.pieces)
-            self._work(communicator, pipe, view.block_bytes)
+            pipe = self._make_pipe(
+                communicator, view, hello.schedule, hello.pieces, is_sender=False
+            )
+            self._work(pipe, hello.schedule, view)
         except PeerGoneError:
             logger.debug("%s has ended", self._thread.name)
         except TransferError as error:
@@ -105,43 +109,47 @@ class Receiver(LinkThread):
         self._thread.name = f"nccl from {hello.instance}"
         return hello
 
-    def _work(self, communicator: Communicator, pipe: InPipe, block_bytes: int) -> NoReturn:
+    def _work(self, pipe: Pipe, schedule: Schedule, view: BlockView) -> NoReturn:
         """Until the peer or the link ends; either raises."""
         while True:
             self._check()
             if self._heard:
-                self._post(self._heard.popleft(), communicator, pipe, block_bytes)
+                self._post(self._heard.popleft(), pipe, schedule, view)
             elif self._arriving:
-                communicator.progress()
-                self._require_progress(pipe)
-                time.sleep(POLL_S)
+                self._run_pipe(pipe, self._arriving[0].end, self._wire.fileno())
             else:
-                self._idle(self._wire)
+                self._wire.wait(self._wake)
 
     def _post(
-        self,
-        announced: Hello | Announce,
-        communicator: Communicator,
-        pipe: InPipe,
-        block_bytes: int,
+        self, announced: Hello | Announce, pipe: Pipe, schedule: Schedule, view: BlockView
     ) -> None:
         """Queue the arrival of one transfer."""
         if not isinstance(announced, Announce):
             raise TransferError("the peer greets twice")
-        self._queue(communicator, pipe, announced.block_ids)
-        size_bytes = len(announced.block_ids) * block_bytes
-        self._arriving.append(_Arrival(announced.number, size_bytes, pipe.mark()))
+        ids = _ids(announced)
+        require_existing(ids, view.num_blocks, "receiver")
+        end = self._queue(pipe, ids, schedule)
+        size_bytes = len(ids) * view.block_bytes
+        self._arriving.append(_Arrival(announced.number, size_bytes, end))
 
     def _look(self) -> None:
         """Also says what has arrived."""
-        while self._arriving and all(event.query() for event in self._arriving[0].queued):
+        while self._arriving and self._counts.finished >= self._arriving[0].end:
             arrival = self._arriving.popleft()
             self._wire.send(Done(arrival.number, arrival.size_bytes))
-            self._progress_at = self._clock()
         while (frame := self._wire.receive()) is not None:
             if not isinstance(frame, Hello | Announce):
                 raise TransferError(f"a sender may not say {type(frame).__name__}")
             self._heard.append(frame)
+
+
+def _ids(announced: Announce) -> array[int]:
+    ids = array("i")
+    try:
+        ids.frombytes(announced.block_ids)
+    except ValueError as error:
+        raise TransferError(f"no block ids: {error}") from error
+    return ids
 
 
 def _require_same_size(hello: Hello, view: BlockView) -> None:

@@ -16,8 +16,10 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import msgspec
@@ -25,9 +27,9 @@ import msgspec
 from memserve.errors import TransferError
 from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
-from memserve.types import BlockId, TransferId
+from memserve.types import TransferId
 from memserve.workers.links.base import Completion, Rank, RankPeer
-from memserve.workers.links.nccl_pipe import OutPipe
+from memserve.workers.links.nccl_pipe import Pipe
 from memserve.workers.links.nccl_wire import Announce, Done, Hello, Refusal, Welcome, Wire
 from memserve.workers.links.nccl_worker import ClosingError, LinkThread, Machinery
 
@@ -37,17 +39,16 @@ _LISTEN_S = 0.001
 """Between two looks at the communicator while the peer's `Done` is awaited; that ends the wait."""
 _WARM_UP = TransferId("")
 """Nobody else's, and completes for nobody."""
-_WARM_BLOCK = BlockId(0)
-"""vLLM's null block: it stands in for blocks that are not needed, and nobody reads it."""
 
 
 class Job(msgspec.Struct):
     """One transfer, from `send` to its completion."""
 
     transfer_id: TransferId
-    source_ids: Sequence[BlockId]
-    target_ids: Sequence[BlockId]
+    source_ids: array[int]
+    target_ids: array[int]
     started_s: float
+    is_announced: bool = False
     size_bytes: int = 0
     error: str | None = None
 
@@ -73,6 +74,16 @@ class Sender(LinkThread):
         self._has_opened = False
         self._problem = "the link was closed"
         self._outcome = threading.Event()
+        self._talking = threading.Lock()
+        """For what both threads do: announce, listen, and keep `_pending`."""
+        self._thread_waits = False
+        """For the lock: a thread that polls without a pause would take it again and again."""
+        self._is_working = False
+        """Whether there is a way for both to talk on."""
+        self._is_free = False
+        """Whether a job that is put now is the next to be launched."""
+        self._failure: TransferError | None = None
+        """What the engine's thread has heard."""
 
     # ── the engine's thread ───────────────────────────────────────────────────────────────────
 
@@ -86,12 +97,28 @@ class Sender(LinkThread):
             raise TransferError(self._problem)
 
     def put(self, job: Job) -> None:
-        """Send it when those before it are queued."""
-        self._inbox.append(job)
+        """Send it when those before it are queued.
+
+        It is announced here if it is the next: the peer gets ready while the thread wakes up.
+        """
+        with self._talking:
+            if self._is_free and not self._inbox:
+                self._announce(job)
+            self._inbox.append(job)
         self._wake.set()
 
     def take(self) -> list[Completion]:
-        """What has ended since the last call."""
+        """What has ended since the last call. The peer's word of it is read here, if the thread
+        has not done so: it would have to wake up first."""
+        if self._pending and not self._thread_waits and self._talking.acquire(blocking=False):
+            try:
+                if self._is_working and self._failure is None:
+                    self._listen()
+            except TransferError as error:
+                self._failure = error
+                self._wake.set()
+            finally:
+                self._talking.release()
         jobs = [self._completed.popleft() for _ in range(len(self._completed))]
         return [
             Completion(j.transfer_id, j.size_bytes, self._clock() - j.started_s, j.error)
@@ -119,26 +146,25 @@ class Sender(LinkThread):
     def _serve(self) -> NoReturn:
         """Make a way and use it until it breaks. Raises: ClosingError, TransferError."""
         wire = self._wire = self._connect()
+        self._failure = None
         communicator: Communicator | None = None
-        pipe: OutPipe | None = None
+        pipe: Pipe | None = None
         try:
             communicator = self._machinery.fabric.join(self._greet(wire), rank=0)
             self._until(communicator.progress, self._settings.open_s, "making the communicator")
-            pipe = OutPipe(
-                self._machinery.gpu,
-                communicator,
-                self._view,
-                self._schedule,
-                self._settings.pieces,
+            pipe = self._make_pipe(
+                communicator, self._view, self._schedule, self._settings.pieces, is_sender=True
             )
-            self._warm_up(communicator, pipe)
-            self._work(wire, communicator, pipe)
+            self._warm_up(pipe)
+            self._work(wire, pipe)
         except (TransferError, ClosingError):
             raise
         except Exception as error:  # a broken way must not end the thread, which has jobs to fail
             logger.exception("the way to %s", self._peer.peer)
             raise TransferError(f"{type(error).__name__}: {error}") from error
         finally:
+            with self._talk():
+                self._is_working = self._is_free = False
             wire.end()
             self._end_passage(communicator, pipe)
             self._await_quiet(wire)
@@ -176,43 +202,65 @@ class Sender(LinkThread):
         self._until(lambda: self._is_welcome, self._settings.open_s, "waiting for an answer")
         return unique_id
 
-    def _warm_up(self, communicator: Communicator, pipe: OutPipe) -> None:
+    def _warm_up(self, pipe: Pipe) -> None:
         """The first pass sets connections up, which takes long; and it shows that the way works."""
-        job = Job(_WARM_UP, [_WARM_BLOCK], [_WARM_BLOCK], self._clock())
-        self._launch(job, communicator, pipe)
-        self._until(
-            lambda: pipe.num_under_way == 0 and not self._pending,
-            self._settings.open_s,
-            "the first block",
-        )
+        block = array("i", [0])  # vLLM's null block, which nobody reads
+        job = Job(_WARM_UP, block, block, self._clock())
+        self._launch(job, pipe)
+        self._until(lambda: not self._pending, self._settings.open_s, "the first block")
         self._has_opened = True
         self._outcome.set()
 
-    def _work(self, wire: Wire, communicator: Communicator, pipe: OutPipe) -> NoReturn:
+    def _work(self, wire: Wire, pipe: Pipe) -> NoReturn:
         """Until the way breaks or the link is closed; either raises."""
+        self._is_working = True
         while True:
+            if (job := self._next_job()) is not None:
+                self._launch(job, pipe)
             self._check()
-            if self._inbox:
-                self._launch(self._inbox.popleft(), communicator, pipe)
-            elif self._pending:
-                communicator.progress()
-                self._require_progress(pipe)
-                self._idle(wire, _LISTEN_S)
-            else:
-                self._idle(wire)
+            if self._pending:
+                self._run_pipe(pipe)
+            if not self._inbox:
+                wire.wait(self._wake, _LISTEN_S if self._pending else None)
 
-    def _launch(self, job: Job, communicator: Communicator, pipe: OutPipe) -> None:
-        """Announce a transfer, and queue all its chunks."""
-        if job.error is not None:  # cancelled before it began
-            self._complete(job)
-            return
+    @contextmanager
+    def _talk(self) -> Iterator[None]:
+        self._thread_waits = True
+        with self._talking:
+            self._thread_waits = False
+            yield
+
+    def _next_job(self) -> Job | None:
+        with self._talk():
+            self._is_free = not self._inbox
+            return self._inbox.popleft() if self._inbox else None
+
+    def _launch(self, job: Job, pipe: Pipe) -> None:
+        """Queue all chunks of a transfer."""
+        if not job.is_announced:
+            if job.error is not None:  # cancelled before it began
+                self._complete(job)
+                return
+            with self._talk():
+                self._announce(job)
+        self._queue(pipe, job.source_ids, self._schedule)
+
+    def _announce(self, job: Job) -> None:
+        """Both threads; the lock is held."""
         assert self._wire is not None
         self._number += 1
         self._pending[self._number] = job
-        self._wire.send(Announce(self._number, list(job.target_ids)))
-        self._queue(communicator, pipe, job.source_ids)
+        job.is_announced = True
+        self._wire.send(Announce(self._number, job.target_ids.tobytes()))
 
     def _look(self) -> None:
+        with self._talk():
+            if self._failure is not None:
+                raise self._failure
+            self._listen()
+
+    def _listen(self) -> None:
+        """Both threads; the lock is held. Raises: PeerGoneError, TransferError."""
         assert self._wire is not None
         while (frame := self._wire.receive()) is not None:
             match frame:
@@ -238,7 +286,7 @@ class Sender(LinkThread):
                 if self._clock() > closing_since + self._settings.quiet_s:
                     logger.error("%s has not said that it is quiet", self._peer.peer)
                     return
-            self._idle(wire, self._settings.quiet_s)
+            wire.wait(self._wake, self._settings.quiet_s)
             wire.listen_for_end()
 
     def _await_job(self) -> None:
@@ -251,10 +299,10 @@ class Sender(LinkThread):
 
     def _fail_all(self, problem: str) -> None:
         """What the way took along, and what waits for it."""
-        jobs = list(self._pending.values())
-        self._pending.clear()
-        while self._inbox:
-            jobs.append(self._inbox.popleft())
+        with self._talk():
+            jobs = [*self._pending.values(), *(j for j in self._inbox if not j.is_announced)]
+            self._pending.clear()
+            self._inbox.clear()
         for job in jobs:
             job.error = job.error or problem
             self._complete(job)

@@ -11,42 +11,24 @@ NCCL names the other rank alone, not what is meant for where. So the order of a 
 order of the announcements, and both are one thread's matter at each end. The receiver's closing of
 its end is its word that it writes no block any more; the kernel gives it for one that dies.
 
-Each frame is a big-endian 32-bit length and a msgpack body. Collaborators: `nccl_sender.py`,
-`nccl_receiver.py`.
+A frame's body (`frames.py`) is msgpack. Collaborators: `nccl_sender.py`, `nccl_receiver.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import select
 import socket
-import struct
 import threading
-from collections import deque
 from typing import TypeAlias
 
 import msgspec
 
-from memserve.errors import TransferError
-from memserve.types import BlockId, Heads, InstanceId
-
-_HEADER = struct.Struct(">I")
-_MAX_FRAME_BYTES = 64 << 20
-"""Block ids of far more than any prompt: a longer frame means that the stream is broken."""
-_READ_BYTES = 1 << 16
-
-
-class Pieces(enum.Enum):
-    """In which pieces blocks cross. Links use the first; the others are for comparison."""
-
-    STAGED = "staged"
-    """Gathered into staging memory, one piece a chunk."""
-    BLOCKS = "blocks"
-    """From and into the KV memory, one piece an aggregated block, a chunk's in one launch."""
-    PAGES = "pages"
-    """The same, one piece and one launch for each layer of each block."""
+from memserve.errors import ProtocolError, TransferError
+from memserve.frames import FrameSocket
+from memserve.ops.nccl_pipe import Pieces
+from memserve.types import Heads, InstanceId
 
 
 class Schedule(msgspec.Struct, frozen=True):
@@ -92,7 +74,8 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     """The next transfer: the receiver's blocks, in the order of the sender's."""
 
     number: int
-    block_ids: list[BlockId]
+    block_ids: bytes
+    """Integers of 32 bits: the ends share a host."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -128,19 +111,19 @@ class Wire:
 
     def __init__(self, sock: socket.socket) -> None:
         """Takes over the socket."""
-        sock.setblocking(False)
-        self._socket = sock
-        self._incoming = bytearray()
-        self._outgoing = bytearray()
-        self._frames: deque[Frame] = deque()
-        self.is_ended = False
+        self._socket = FrameSocket(sock)
+
+    @property
+    def is_ended(self) -> bool:
         """Whether the other end has closed."""
+        return self._socket.is_ended
 
     def send(self, frame: Frame) -> None:
         """Queue a frame; it leaves as the other end reads."""
-        body = _encoder.encode(frame)
-        self._outgoing += _HEADER.pack(len(body)) + body
-        self._flush()
+        self._socket.send(_encoder.encode(frame))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def receive(self) -> Frame | None:
         """The next frame, if it is there.
@@ -148,73 +131,38 @@ class Wire:
         Raises: PeerGoneError once the other end has closed and all frames are read; TransferError
         for what is no frame.
         """
-        self._flush()
-        self._read()
-        self._decode()
-        if self._frames:
-            return self._frames.popleft()
+        try:
+            if (body := self._socket.receive()) is not None:
+                return _decoder.decode(body)
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            raise TransferError(f"not a frame of an NCCL link: {error}") from error
         if self.is_ended:
             raise PeerGoneError("the peer is gone")
         return None
 
     def wait(self, wake: Wake, timeout_s: float | None = None) -> None:
-        """Until a frame may be there, or `wake` is set, or the time is over."""
-        if self._frames:
+        """Until a frame may be there, or `wake` is set, which this clears, or the time is over."""
+        if self._socket.has_frame:
             return
         poller = select.poll()
-        poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        room = select.POLLOUT if self._socket.has_unsent else 0
+        poller.register(self._socket, select.POLLIN | room)
         poller.register(wake, select.POLLIN)
-        poller.poll(None if timeout_s is None else timeout_s * 1000)
+        ready = poller.poll(None if timeout_s is None else timeout_s * 1000)
+        if any(fd == wake.fileno() for fd, _ in ready):
+            wake.clear()
 
     def listen_for_end(self) -> None:
         """Take no interest in what else the other end says."""
-        self._read()
-        self._incoming.clear()
-        self._frames.clear()
+        self._socket.read_all()
+        self._socket.drop_unread()
 
     def end(self) -> None:
         """Say that nothing more will be sent; the other end can still speak."""
-        self._outgoing.clear()
-        with contextlib.suppress(OSError):  # it may be gone
-            self._socket.shutdown(socket.SHUT_WR)
+        self._socket.end()
 
     def close(self) -> None:
         self._socket.close()
-
-    def _flush(self) -> None:
-        try:
-            while self._outgoing:
-                del self._outgoing[: self._socket.send(self._outgoing)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._outgoing.clear()  # what it said before it went may still be read
-
-    def _read(self) -> None:
-        while not self.is_ended:
-            try:
-                data = self._socket.recv(_READ_BYTES)
-            except BlockingIOError:
-                break
-            except OSError:  # it died with unread data in its buffer
-                data = b""
-            self.is_ended = not data
-            self._incoming += data
-
-    def _decode(self) -> None:
-        while len(self._incoming) >= _HEADER.size:
-            size: int = _HEADER.unpack_from(self._incoming)[0]
-            if size > _MAX_FRAME_BYTES:
-                raise TransferError(f"a frame of {size} bytes; at most {_MAX_FRAME_BYTES}")
-            end = _HEADER.size + size
-            if len(self._incoming) < end:
-                return
-            body = bytes(self._incoming[_HEADER.size : end])
-            del self._incoming[:end]
-            try:
-                self._frames.append(_decoder.decode(body))
-            except msgspec.MsgspecError as error:
-                raise TransferError(f"not a frame of an NCCL link: {error}") from error
 
 
 class Wake:

@@ -14,25 +14,23 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable
 
 import msgspec
 
 from memserve.errors import TransferError
 from memserve.ops.nccl import Communicator, Fabric
-from memserve.types import BlockId
-from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES, Gpu, InPipe, OutPipe, Pipe
-from memserve.workers.links.nccl_wire import Pieces, Schedule, Wake, Wire
+from memserve.ops.nccl_pipe import Counts, Pieces
+from memserve.ops.views import BlockView
+from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES, Gpu, Pipe
+from memserve.workers.links.nccl_wire import Schedule, Wake, Wire
 from memserve.workers.sleeps import sleep_exactly
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 20e-6
-"""Between two looks at the GPU while something is under way: what is late by it costs bandwidth;
-far shorter, and the engine's thread and this one would be in each other's way."""
-
-_QUICK_LOOKS = 20
-"""Without a pause between them: a launch takes less time than the shortest sleep."""
+_POLL_S = 100e-6
+"""Between two looks at what only the opening waits for."""
 
 
 class NcclSettings(msgspec.Struct, frozen=True):
@@ -80,7 +78,8 @@ class LinkThread(ABC):
         self._wake = Wake()
         self._wire: Wire | None = None
         self._is_closing = False
-        self._num_under_way = 0
+        self._counts = Counts(0, 0)
+        """Of the pipe, when it ran last."""
         self._progress_at = 0.0
         """When a transfer was queued, got on or ended last."""
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -132,53 +131,57 @@ class LinkThread(ABC):
     def _until(self, condition: Callable[[], bool], patience_s: float, what: str) -> None:
         """Raises: ClosingError; TransferError if the peer is gone, or it takes longer."""
         deadline = self._clock() + patience_s
-        num_looks = 0
         while not condition():
             self._check()
             if self._clock() > deadline:
                 raise TransferError(f"{what}: nothing in {patience_s:g} s")
-            num_looks += 1
-            if num_looks > _QUICK_LOOKS:
-                time.sleep(POLL_S)
+            time.sleep(_POLL_S)
 
-    def _queue(
-        self, communicator: Communicator, pipe: InPipe | OutPipe, ids: Sequence[BlockId]
-    ) -> None:
-        """All chunks of a transfer, each as soon as few enough are ahead of it.
+    def _make_pipe(
+        self,
+        communicator: Communicator,
+        view: BlockView,
+        schedule: Schedule,
+        pieces: Pieces,
+        *,
+        is_sender: bool,
+    ) -> Pipe:
+        """Raises: TransferError."""
+        self._counts = Counts(0, 0)
+        return self._machinery.gpu.pipe(
+            communicator,
+            view,
+            slot_blocks=schedule.chunk_blocks,
+            pieces=pieces,
+            max_ahead=self._settings.chunks_ahead,
+            is_sender=is_sender,
+        )
+
+    def _queue(self, pipe: Pipe, ids: array[int], schedule: Schedule) -> int:
+        """All chunks of a transfer; returns how many launches have finished when it is through.
 
         Raises: ClosingError, TransferError.
         """
-        for _ in pipe.transfer(ids):
-            self._until(
-                lambda: (
-                    communicator.progress() and pipe.num_under_way < self._settings.chunks_ahead
-                ),
-                self._settings.stall_s,
-                "the chunks before",
-            )
-        self._num_under_way, self._progress_at = pipe.num_under_way, self._clock()
+        self._progress_at = self._clock()
+        end = pipe.put(ids, schedule.sizes(len(ids)))
+        self._run_pipe(pipe)
+        while self._counts.launched < end:
+            self._check()
+            self._run_pipe(pipe)
+        return end
 
-    def _require_progress(self, pipe: Pipe) -> None:
-        """While transfers are under way. Raises: TransferError if nothing has moved in time."""
-        num_before, self._num_under_way = self._num_under_way, pipe.num_under_way
-        if self._num_under_way < num_before:
+    def _run_pipe(self, pipe: Pipe, finished: int = 0, watch: int = -1) -> None:
+        """Let it go on. Raises: TransferError, also if nothing has moved in time."""
+        before, self._counts = self._counts, pipe.run(finished, watch)
+        if self._counts != before:
             self._progress_at = self._clock()
         if self._clock() > self._progress_at + self._settings.stall_s:
             raise TransferError(f"no progress in {self._settings.stall_s:g} s")
-
-    def _idle(self, wire: Wire, timeout_s: float | None = None) -> None:
-        """Sleep until the peer speaks or `_wake` is set."""
-        wire.wait(self._wake, timeout_s)
-        self._wake.clear()
 
     @staticmethod
     def _end_passage(communicator: Communicator | None, pipe: Pipe | None) -> None:
         """Give the communicator up, and wait until what was queued has run dry."""
         if communicator is not None:
             communicator.abort()
-        if pipe is None:
-            return
-        queued = pipe.mark()
-        while not all(event.query() for event in queued):
-            time.sleep(POLL_S)
-        pipe.close()
+        if pipe is not None:
+            pipe.close()
