@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from memserve.types import Geometry, Namespace, SlotId
+from memserve.workers.copies import Pace
 from memserve.workers.dram import DramTier
 from memserve.workers.hosts import OwnKvHost
 
@@ -47,6 +48,7 @@ class TierCopies:
     def __init__(self, worker: Worker, geometry: Geometry, batch: int, num_batches: int) -> None:
         """Takes blocks from the instance's pool, for as many copies as there are batches."""
         self._mempool = worker.loop._mempool
+        self._engine = worker.loop._engine
         block_ids = self._mempool.alloc_mem(num_batches * batch, _OWNER)
         self._batches = [block_ids[i : i + batch] for i in range(0, len(block_ids), batch)]
         self._outstanding = num_batches // 2
@@ -77,7 +79,8 @@ class TierCopies:
         for direction in self._directions:
             while sum(name.startswith(direction) for name in self._slots) < self._outstanding:
                 self._start(direction)
-        for end in self._tier.poll():
+        pace = Pace.BETWEEN_STEPS if self._engine.is_busy else Pace.FREE
+        for end in self._tier.poll(pace):
             if end.error is not None:
                 raise RuntimeError(end.error)
             self._tier.free(self._slots.pop(end.owner))
