@@ -41,6 +41,7 @@ from memserve.workers.compat import Engine, make_config  # noqa: E402
 from memserve.workers.engine_pool import EnginePool  # noqa: E402
 from memserve.workers.index_reports import IndexReports  # noqa: E402
 from memserve.workers.mempool import MemPool  # noqa: E402
+from memserve.workers.rank_messages import StepOrders  # noqa: E402
 
 BLOCK_SIZE = 32
 ENGINE = {"max_model_len": 2048, "enforce_eager": True, "block_size": BLOCK_SIZE}
@@ -124,6 +125,12 @@ class WithMemServe:
         pass
 
     def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+        pass
+
+    def on_step_begins(self, orders: StepOrders) -> None:
+        pass
+
+    def on_step_ended(self, orders: StepOrders) -> None:
         pass
 
     def on_layer(self, layer_name: str) -> None:

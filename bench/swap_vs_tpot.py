@@ -331,6 +331,7 @@ class Driver:
 
     def _movers(self, prompts: list[list[int]]) -> tuple[Copies, Pressure]:
         from memserve.ops.blocks import block_ops
+        from memserve.workers.copies import BlockCopies
         from memserve.workers.dram import DramTier
         from memserve.workers.hostmemory import HostMemory
 
@@ -339,7 +340,8 @@ class Driver:
         block_bytes, batch = self.geometry.block_bytes, self._options.batch
         block_ids = loop._mempool.alloc_mem(2 * OUTSTANDING * batch, "bench")
         memory = HostMemory((OUTSTANDING + 2) * batch * block_bytes, pin=hbm.is_cuda)
-        tier = DramTier(self.geometry, hbm, memory, block_ops(hbm.device), time.monotonic)
+        ops = block_ops(hbm.device)
+        tier = DramTier(BlockCopies(self.geometry, hbm, memory, ops, time.monotonic))
         self._tier = tier
         pressure = Pressure(loop._swaps, loop._mempool, prompts, block_bytes)
         return Copies(tier, block_ids, batch), pressure

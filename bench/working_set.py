@@ -11,6 +11,10 @@ One instance with a real engine serves the same calls four times, each time in a
     whole     an HBM pool of that total size
     uncached  as `whole`, without any caching: what the tokens should be
 
+`--variants tiered,uncached` is the quick check of tokens and audit. `--tp 2` makes an instance of
+two ranks (of a model that does not divide among them: with KV heads of zeros added to it).
+`--always-swap` reckons with a DRAM that costs nothing, for models so small that computing pays.
+
 The next call comes from any session whose previous one has ended, so a session's KV grows cold
 between its turns. `chat`: conversations that share nothing but a short system prompt (ShareGPT's
 shape); `agent`: calls of one tool-using agent with a common prompt of few-shot examples (ReAct's
@@ -37,8 +41,9 @@ from typing import Any
 import msgspec
 
 from bench._report import Scalar, parser, publish
+from bench.gpu_tp import pad_heads
 from memserve.core.cost_model import built_in
-from memserve.core.profile import ModelShape
+from memserve.core.profile import LinkFit, ModelShape
 from memserve.messages import (
     Abort,
     AnyCommand,
@@ -95,6 +100,8 @@ class Job(msgspec.Struct):
     hbm_blocks: int
     dram_blocks: int
     is_cached: bool
+    tp: int
+    always_swaps: bool
     concurrency: int
     num_threads: int
     requests: list[Request]
@@ -324,12 +331,21 @@ def serve(job: Job) -> Answer:
     """Run one variant in this process."""
     set_engine_environment(os.environ, num_threads=job.num_threads, log_level="warning")
     import torch
+    from vllm.platforms import current_platform
 
     from memserve.workers.main import Worker
 
     torch.set_num_threads(job.num_threads)
     config = json.loads((Path(job.model) / "config.json").read_text(encoding="utf-8"))
-    device = torch.cuda.get_device_name() if job.device == "cuda" else "cpu"
+    # Not torch: ranks cannot be forked from a process that has initialised CUDA.
+    device = current_platform.get_device_name() if job.device == "cuda" else "cpu"
+    profile = built_in(ModelShape.from_config(config), device)
+    if job.always_swaps:
+        profile = msgspec.structs.replace(
+            profile,
+            links={**profile.links, "dram": LinkFit(0.0, 1e18)},
+            step=msgspec.structs.replace(profile.step, floor_s=0.0),
+        )
     driver = Driver(job)
     with tempfile.TemporaryDirectory(prefix="memserve-bench-") as run_dir:
         spec = WorkerSpec(
@@ -344,8 +360,10 @@ def serve(job: Job) -> Answer:
             # One block more: vLLM keeps one as its null block.
             kv_bytes=(job.hbm_blocks + 1) * job.block_bytes,
             dram_bytes=job.dram_blocks * job.block_bytes,
-            profile=built_in(ModelShape.from_config(config), device),
+            profile=profile,
             num_threads=job.num_threads,
+            device=job.device,
+            tp=job.tp,
         )
         worker = Worker(spec, driver)  # type: ignore[arg-type]
         driver.worker = worker
@@ -376,9 +394,8 @@ def measure(load: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
     total = working_set(calls, options.block_size)
     longest = -(-max(call.total_tokens for call in calls) // options.block_size)
     hbm = max(total // 3, longest + 1)
-    model = Path(options.model) if options.model else resolve_model("smollm2-135m-instruct")
-    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    shape = ModelShape.from_config(config, 4 if options.dtype == "float32" else 2)
+    model = Path(options.model or resolve_model("smollm2-135m-instruct"))
+    shape = _shape_of(model, options)
     engine: dict[str, Any] = {
         "dtype": options.dtype,
         "max_model_len": longest * options.block_size,
@@ -390,7 +407,11 @@ def measure(load: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
     sizes = {"working_set": total, "hbm": hbm, "dram": total - hbm, "longest": longest}
     answers: dict[str, Answer] = {}
     with tempfile.TemporaryDirectory(prefix="memserve-bench-") as folder:
-        for variant in VARIANTS:
+        if shape.num_kv_heads % options.tp:
+            source, model = model, Path(folder) / "padded"
+            pad_heads(source, model, -(-shape.num_kv_heads // options.tp) * options.tp)
+            shape = _shape_of(model, options)
+        for variant in options.variants:
             answers[variant] = run_child(
                 Job(
                     model=str(model),
@@ -400,6 +421,8 @@ def measure(load: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
                     hbm_blocks=hbm if variant in ("small", "tiered") else total,
                     dram_blocks=total - hbm if variant == "tiered" else 0,
                     is_cached=variant != "uncached",
+                    tp=options.tp,
+                    always_swaps=options.always_swap,
                     concurrency=options.concurrency,
                     num_threads=options.threads,
                     requests=[Request.of(call) for call in calls],
@@ -409,23 +432,29 @@ def measure(load: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
     return sizes, answers
 
 
+def _shape_of(model: Path, options: argparse.Namespace) -> ModelShape:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return ModelShape.from_config(config, 4 if options.dtype == "float32" else 2)
+
+
 def summary(answers: dict[str, Answer], *, by_cpu_time: bool) -> dict[str, Scalar]:
     """The figures to quote. `by_cpu_time`: of the steps, since other processes stretch them."""
     hits = {name: hit_ratio(answer) for name, answer in answers.items()}
     expected = answers["uncached"].outputs
     metrics: dict[str, Scalar] = {f"hit ratio, {name}": round(hits[name], 4) for name in hits}
-    metrics["hit ratio, tiered less whole, points"] = round(
-        100 * (hits["tiered"] - hits["whole"]), 2
-    )
-    for name in ("small", "tiered", "whole"):
+    if "whole" in hits and "tiered" in hits:
+        points = 100 * (hits["tiered"] - hits["whole"])
+        metrics["hit ratio, tiered less whole, points"] = round(points, 2)
+    for name in hits.keys() - {"uncached"}:
         metrics[f"outputs unlike uncached, {name}"] = sum(
             ours != theirs for ours, theirs in zip(answers[name].outputs, expected, strict=True)
         )
-    times = {name: turn_times(answers[name], by_cpu_time=by_cpu_time) for name in answers}
-    for name in ("small", "tiered"):
-        metrics |= {f"{key}, {name}": value for key, value in times[name].items()}
-    metrics["blocks swapped out"] = answers["tiered"].swapped_out
-    metrics["blocks swapped in"] = answers["tiered"].swapped_in
+    for name in [name for name in ("small", "tiered") if name in answers]:
+        times = turn_times(answers[name], by_cpu_time=by_cpu_time)
+        metrics |= {f"{key}, {name}": value for key, value in times.items()}
+    if (tiered := answers.get("tiered")) is not None:
+        metrics["blocks swapped out"] = tiered.swapped_out
+        metrics["blocks swapped in"] = tiered.swapped_in
     metrics["problems in the audits"] = sum(len(answer.problems) for answer in answers.values())
     for name, answer in answers.items():
         metrics[f"load, {name}, s"] = round(answer.seconds, 2)
@@ -489,6 +518,9 @@ def main() -> None:
     arguments.add_argument("--block-size", type=int, default=32)
     arguments.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--tp", type=int, default=1, help="ranks of the instance")
+    arguments.add_argument("--variants", default=",".join(VARIANTS), help="`uncached` is needed")
+    arguments.add_argument("--always-swap", action="store_true")
     arguments.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.child is not None:
@@ -496,6 +528,11 @@ def main() -> None:
         answer = serve(msgspec.json.decode(asked.read_bytes(), type=Job))
         answered.write_bytes(msgspec.json.encode(answer))
         return
+    options.variants = options.variants.split(",")
+    if wrong := [variant for variant in options.variants if variant not in VARIANTS]:
+        raise SystemExit(f"--variants: {wrong[0]!r}; allowed: {', '.join(VARIANTS)}")
+    if "uncached" not in options.variants:
+        raise SystemExit("--variants: uncached is what all others are compared with")
     loads = [options.dataset.name] if options.dataset else options.load.split(",")
     if unknown := [load for load in loads if not options.dataset and load not in SHAPES]:
         raise SystemExit(f"--load: {unknown[0]!r}; allowed: {', '.join(SHAPES)}")
@@ -506,7 +543,7 @@ def main() -> None:
         sizes, answers = measure(load, options)
         settings[f"{load}: blocks"] = sizes
         # On the CPU one thread does everything: its own time leaves other processes out.
-        by_cpu_time = options.device == "cpu" and options.threads == 1
+        by_cpu_time = options.device == "cpu" and options.threads == options.tp == 1
         figures = summary(answers, by_cpu_time=by_cpu_time)
         settings["steps by CPU time"] = by_cpu_time
         metrics |= {f"{load}: {name}": value for name, value in figures.items()}

@@ -86,7 +86,8 @@ class MempoolConfig(msgspec.Struct, frozen=True):
     hbm_mb: AtLeast1 | None = None
     """MiB for KV blocks. None: 128 on CPU; on a GPU what the engine finds free in its share."""
     dram_gb: Gigabytes = 0.0
-    """Host memory of each instance for blocks that the KV cache has no room for."""
+    """Host memory of each instance, of all its ranks together, for blocks that the KV cache has no
+    room for."""
     reserve_blocks: AtLeast0 = 1
     """Blocks that a peer's allocation leaves free."""
     layout: Literal["auto", "block_first", "layer_first"] = "auto"
@@ -391,10 +392,6 @@ def _check_agreement(config: Config, plan: GpuPlan | None, most_ranks: int) -> N
     if timeout_s <= interval_s:
         why = f"{timeout_s} is not above heartbeat_interval_s, {interval_s}"
         raise ConfigError("cluster.heartbeat_timeout_s", why, "several intervals")
-    if config.mempool.dram_gb and most_ranks > 1:
-        asked = f"{config.mempool.dram_gb:g} asked for"
-        why = f"{asked}, but instances with cluster.tp above 1 have no DRAM tier yet"
-        raise ConfigError("mempool.dram_gb", why, "0, or cluster.tp = 1")
     check_link(config.transfer.link, device_in_force(config), plan)
     if config.transfer.style == "layer" and most_ranks > 1:
         why = "'layer' asked for, which instances with cluster.tp above 1 cannot do"

@@ -256,7 +256,7 @@ class PoolStats(msgspec.Struct, frozen=True):
     prefix_query_tokens: int
     """Prompt tokens asked for since the start."""
     dram_blocks: int = 0
-    """Slots of the DRAM tier; 0: there is none."""
+    """Slots of the DRAM tier, of a block each with its parts on all ranks; 0: there is none."""
     dram_used_blocks: int = 0
     swapped_out_blocks: int = 0
     """HBM → DRAM, since the start."""

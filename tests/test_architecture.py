@@ -110,7 +110,6 @@ LONGER_FILES: dict[str, str] = {
     "memserve/core/lifecycle.py": "one state machine, whose answers are read side by side",
     "memserve/messages.py": "the whole control protocol, with its picture",
     "memserve/cluster.py": "one table of instances, and every event that changes it",
-    "memserve/workers/engine_loop.py": "one loop: every command that it serves, and its answers",
 }
 """File → why it may be longer."""
 

@@ -228,8 +228,11 @@ class CostModel:
         return fit.seconds(size_bytes) if size_bytes > 0 else 0.0
 
     def swap_in_s(self, size_bytes: int) -> float:
-        """Moving KV from DRAM to HBM: `transfer_s` over the link `dram`."""
-        return self.transfer_s(size_bytes, "dram")
+        """Moving KV from DRAM to HBM: `transfer_s` over the link `dram`.
+
+        `size_bytes`: of all ranks. Each moves its share over a link of its own, at the same time.
+        """
+        return self.transfer_s(-(-size_bytes // self.tp), "dram")
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Size of the KV of that many tokens, over all ranks."""

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from memserve.workers.rank_messages import StepOrders
+
 
 class ConnectorHost(Protocol):
     """Whoever has to know what the engine does. All calls come from the thread that computes."""
@@ -47,8 +49,19 @@ class ConnectorHost(Protocol):
         """The request was scheduled for the first time; its step has not run yet."""
         ...
 
-    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
-        """The step that runs next computes so many tokens of each request."""
+    def on_step(self, num_scheduled: Mapping[str, int]) -> StepOrders | None:
+        """The step that runs next computes so many tokens of each request.
+
+        Returns what it has to bring to the ranks, if they are other processes.
+        """
+        ...
+
+    def on_step_begins(self, orders: StepOrders) -> None:
+        """On a rank: nothing of the step has written to the KV cache yet."""
+        ...
+
+    def on_step_ended(self, orders: StepOrders) -> None:
+        """On a rank: the step has computed all its KV (on a GPU: queued it)."""
         ...
 
     def on_layer(self, layer_name: str) -> None:
@@ -58,6 +71,13 @@ class ConnectorHost(Protocol):
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         """The request has ended, or was aborted; right after this its blocks are freed."""
         ...
+
+
+class StepMetadata(KVConnectorMetadata):
+    """What vLLM carries from the scheduler's half to the worker's, with each step."""
+
+    def __init__(self, orders: StepOrders | None) -> None:
+        self.orders = orders
 
 
 class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -109,8 +129,14 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._tells_layers:
             self._host.on_layer(layer_name)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called before the step overwrites blocks that were evicted for it."""
+        if (orders := _orders(kv_connector_metadata)) is not None:
+            self._host.on_step_begins(orders)
+
     def wait_for_save(self) -> None:
-        pass
+        if (orders := _orders(self._connector_metadata)) is not None:
+            self._host.on_step_ended(orders)
 
     # ── the scheduler's half ──────────────────────────────────────────────────────────────────
 
@@ -127,8 +153,7 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         for new in scheduler_output.scheduled_new_reqs:
             self._host.on_scheduled(new.req_id, new.num_computed_tokens)
-        self._host.on_step(scheduler_output.num_scheduled_tokens)
-        return KVConnectorMetadata()
+        return StepMetadata(self._host.on_step(scheduler_output.num_scheduled_tokens))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -140,3 +165,7 @@ class MemServeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
+
+
+def _orders(metadata: KVConnectorMetadata | None) -> StepOrders | None:
+    return metadata.orders if isinstance(metadata, StepMetadata) else None

@@ -1,6 +1,7 @@
 """Host memory for the DRAM tier: anonymous, so that it is gone with its process, however that ends.
 
-Collaborators: `dram.py` keeps blocks in it; `main.py` makes it.
+Collaborators: `copies.py` keeps blocks in it; `hosts.py` or, for several ranks, each rank's
+`rank_dram.py` makes it.
 """
 
 from __future__ import annotations
@@ -29,12 +30,7 @@ class HostMemory:
         Asked first, since Linux promises any amount and ends the process that uses it.
         Raises: StartError, which names the configuration's key.
         """
-        available = memory_available() if available_bytes is None else available_bytes
-        if size_bytes > available:
-            raise StartError(
-                f"{_KEY}: {size_bytes / _GIB:.2f} GiB of host memory asked for,"
-                f" {available / _GIB:.2f} GiB are available"
-            )
+        require_available(size_bytes, available_bytes)
         self.size_bytes = size_bytes
         try:
             memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -64,6 +60,16 @@ class HostMemory:
                 f" error {int(status)}"
             )
         self._is_pinned = True
+
+
+def require_available(size_bytes: int, available_bytes: int | None = None) -> None:
+    """Raises: StartError if the machine cannot give so much. `available_bytes`: see above."""
+    available = memory_available() if available_bytes is None else available_bytes
+    if size_bytes > available:
+        raise StartError(
+            f"{_KEY}: {size_bytes / _GIB:.2f} GiB of host memory asked for,"
+            f" {available / _GIB:.2f} GiB are available"
+        )
 
 
 def memory_available(cgroup: Path = _CGROUP) -> int:

@@ -5,7 +5,7 @@ forks the ranks from this process, the driver. They inherit the configuration, a
 the scheduler's half of the connector calls the driver's object, and the worker's half of each rank
 calls its copy there, which makes the rank's buffer and starts its agent.
 
-    driver: RankedKvHost ──pipe── rank 0: RankedKvHost, KvMemory, RankAgent (thread)
+    driver: RankedKvHost ──pipe── rank 0: RankedKvHost, KvMemory, RankDram, RankAgent (thread)
               RankGroup  ──pipe── rank 1: …
 
 Collaborators: `connector.py` calls the hooks, `main.py` builds the rest of the instance on a host.
@@ -30,14 +30,18 @@ from vllm.distributed import get_tensor_model_parallel_rank
 
 from memserve.errors import StartError
 from memserve.types import Geometry, InstanceId, TransferStyle
+from memserve.workers.copies import BlockCopies, Copies
+from memserve.workers.hostmemory import HostMemory
 from memserve.workers.kv_layout import geometry_of, place_kv_cache
 from memserve.workers.kv_memory import KvMemory, Openers, kv_memory
 from memserve.workers.links.base import Link, Rank
 from memserve.workers.links.choice import open_here
 from memserve.workers.links.heads import Route
 from memserve.workers.rank_agent import RankAgent
+from memserve.workers.rank_copies import RankedCopies
+from memserve.workers.rank_dram import RankDram
 from memserve.workers.rank_group import RankGroup, RankWatch
-from memserve.workers.rank_messages import Failed, Joined, put
+from memserve.workers.rank_messages import Failed, Joined, StepOrders, put
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -79,13 +83,15 @@ class KvHost(Protocol):
         """As in `Ready`; also the kinds of links that this instance can open."""
         ...
 
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """The buffer, where it is in this process."""
-        ...
-
     def open_lanes(self, kind: str, routes: Sequence[Route]) -> list[Link]:
         """See `links/choice.py`."""
+        ...
+
+    def open_dram(self, size_bytes: int) -> Copies:
+        """Host memory beside the KV cache, of all ranks together. Once, settled.
+
+        Raises: StartError.
+        """
         ...
 
     def stop(self) -> None:
@@ -111,9 +117,16 @@ class _LoopHost:
         if self.loop is not None:
             self.loop.on_scheduled(request_id, cached_tokens)
 
-    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+    def on_step(self, num_scheduled: Mapping[str, int]) -> StepOrders | None:
         if self.loop is not None:
             self.loop.on_step(num_scheduled)
+        return None
+
+    def on_step_begins(self, orders: StepOrders) -> None:
+        pass
+
+    def on_step_ended(self, orders: StepOrders) -> None:
+        pass
 
     def on_layer(self, layer_name: str) -> None:
         if self.loop is not None and layer_name in self._layers:
@@ -158,10 +171,17 @@ class OwnKvHost(_LoopHost):
 
     @property
     def tensor(self) -> torch.Tensor | None:
+        """The buffer."""
         return self._memory.tensor
 
     def open_lanes(self, kind: str, routes: Sequence[Route]) -> list[Link]:
         return open_here(self._openers[kind], routes)
+
+    def open_dram(self, size_bytes: int) -> Copies:
+        geometry, hbm = self.settle(), self._memory.tensor
+        assert hbm is not None
+        memory = HostMemory(size_bytes, pin=hbm.is_cuda)
+        return BlockCopies(geometry, hbm, memory, self._memory.ops(), time.monotonic)
 
     def stop(self) -> None:
         pass
@@ -194,6 +214,8 @@ class RankedKvHost(_LoopHost):
         self._joined: list[Joined] = []
         self._watch: RankWatch | None = None
         self._memory: KvMemory | None = None
+        self._dram: RankDram | None = None
+        self._copies: RankedCopies | None = None
 
     def __reduce__(self) -> NoReturn:
         raise StartError(
@@ -237,12 +259,22 @@ class RankedKvHost(_LoopHost):
             put(connection, Failed(str(error)))
             raise
         _unlink_shared_memory()
-        agent = RankAgent(connection, memory.openers(geometry, self._style))
+        assert memory.tensor is not None
+        self._dram = RankDram(geometry, memory.tensor, memory.ops)
+        agent = RankAgent(connection, memory.openers(geometry, self._style), self._dram)
         joined = Joined(os.getpid(), geometry, memory.addresses, self.asked_for_memory_at)
         put(connection, joined)
         threading.Thread(
             target=self._serve, args=(agent, memory, rank), name="rank agent", daemon=True
         ).start()
+
+    def on_step_begins(self, orders: StepOrders) -> None:
+        assert self._dram is not None
+        self._dram.before_step(orders)
+
+    def on_step_ended(self, orders: StepOrders) -> None:
+        assert self._dram is not None
+        self._dram.after_step(orders)
 
     def _serve(self, agent: RankAgent, memory: KvMemory, rank: int) -> None:
         try:
@@ -276,12 +308,16 @@ class RankedKvHost(_LoopHost):
     def addresses(self) -> dict[str, tuple[str, ...]]:
         return common_addresses([joined.addresses for joined in self._joined])
 
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        return None
-
     def open_lanes(self, kind: str, routes: Sequence[Route]) -> list[Link]:
         return self._group.open(kind, routes)
+
+    def open_dram(self, size_bytes: int) -> Copies:
+        self._copies = RankedCopies(self._group, self._joined[0].geometry, size_bytes)
+        return self._copies
+
+    def on_step(self, num_scheduled: Mapping[str, int]) -> StepOrders | None:
+        super().on_step(num_scheduled)
+        return None if self._copies is None else self._copies.step()
 
     def stop(self) -> None:
         if self._watch is not None:

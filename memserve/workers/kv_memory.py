@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from memserve.errors import StartError
-from memserve.ops.blocks import library_for
+from memserve.ops.blocks import BlockOps, CudaBlockOps, TorchBlockOps, library_for
 from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.device_memory import CudaDeviceMemory, DeviceMemory
 from memserve.ops.nccl import NcclFabric
@@ -62,6 +62,10 @@ class KvMemory(Protocol):
         """
         ...
 
+    def ops(self) -> BlockOps:
+        """Operations on the buffer, for one thread. After `make`."""
+        ...
+
     def close(self) -> None:
         """Give it back, after the engine and all links have ended."""
         ...
@@ -92,6 +96,9 @@ class HostKvMemory:
             return {}
         is_discrete = style is TransferStyle.DISCRETE
         return {shm.KIND: lambda peer: open_shm(buffer, geometry, peer, is_discrete=is_discrete)}
+
+    def ops(self) -> BlockOps:
+        return TorchBlockOps()
 
     def close(self) -> None:
         if self._buffer is not None:
@@ -144,6 +151,10 @@ class GpuKvMemory:
         if self._endpoint is not None:
             kinds[nccl.KIND] = self._endpoint.open
         return kinds
+
+    def ops(self) -> BlockOps:
+        assert self._library is not None
+        return CudaBlockOps(self._library)
 
     def close(self) -> None:
         """Not the buffer: CUDA graphs and tensors still point there, and the process ends soon."""

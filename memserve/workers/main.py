@@ -179,14 +179,11 @@ class Worker:
     def _make_swaps(self, spec: WorkerSpec, geometry: Geometry, mempool: MemPool) -> Swaps:
         if not spec.dram_bytes:
             return NoSwaps()
-        hbm = self._host.tensor
-        if hbm is None:
-            raise StartError("mempool.dram_gb: instances of several ranks have no DRAM tier yet")
         return make_swaps(
             mempool,
             geometry,
-            hbm,
-            dram_bytes=spec.dram_bytes,
+            self._host.open_dram(spec.dram_bytes),
+            is_on_gpu=spec.device == "cuda",
             max_model_len=self._engine.max_model_len,
             costs=CostModel(spec.profile, geometry.tp_size),
             clock=time.monotonic,

@@ -31,6 +31,7 @@ from memserve.errors import StartError
 from memserve.types import BlockId, Namespace, TransferStyle
 from memserve.workers.compat import Engine, StepLimits, make_config, step_limits
 from memserve.workers.cores import timed_host_work
+from memserve.workers.rank_messages import StepOrders
 
 _DEADLINE_S = 120.0
 """For one measurement."""
@@ -58,6 +59,12 @@ class _Hooks:
         self.cached_tokens[request_id] = cached_tokens
 
     def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+        pass
+
+    def on_step_begins(self, orders: StepOrders) -> None:
+        pass
+
+    def on_step_ended(self, orders: StepOrders) -> None:
         pass
 
     def on_layer(self, layer_name: str) -> None:

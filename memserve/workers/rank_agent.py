@@ -2,9 +2,10 @@
 
 The rank's main thread runs vLLM's steps; this one does what the instance's driver asks for over a
 pipe (`rank_messages.py`), so that copies neither wait for a step nor hold one up. It owns the
-rank's links, and makes all calls on them.
+rank's links, and makes all calls on them; the same goes for its part of the DRAM tier.
 
-Collaborators: `hosts.py` starts it when the rank has its KV cache; `kv_memory.py` has the openers.
+Collaborators: `hosts.py` starts it when the rank has its KV cache; `kv_memory.py` has the openers,
+`rank_dram.py` the tier.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ import msgspec
 from memserve.errors import StartError, TransferError
 from memserve.workers.kv_memory import Openers
 from memserve.workers.links.base import Completion, Link
+from memserve.workers.rank_dram import RankDram
 from memserve.workers.rank_messages import (
+    CancelCopy,
     CancelSend,
     Closed,
     CloseLink,
+    CopyBlocks,
     Ended,
+    OpenDram,
     Opened,
     OpenLink,
     Order,
+    SaveBlocks,
     SendBlocks,
     get_order,
     put,
@@ -42,26 +48,31 @@ class _OpenLink(msgspec.Struct):
 class RankAgent:
     """Serves one driver. `serve` is the thread's whole life."""
 
-    def __init__(self, connection: Connection, openers: Openers) -> None:
+    def __init__(self, connection: Connection, openers: Openers, dram: RankDram) -> None:
         """Takes over the connection. `openers`: as from `KvMemory.openers`."""
         self._connection = connection
         self._openers = openers
+        self._dram = dram
         self._links: dict[int, _OpenLink] = {}
 
     def serve(self) -> None:
-        """Until the driver closes its end; then all links are closed."""
+        """Until the driver closes its end; then all links are closed, and the tier is."""
         try:
             while True:
-                is_active = any(known.num_active for known in self._links.values())
+                is_active = self._dram.is_active
+                is_active = is_active or any(known.num_active for known in self._links.values())
                 if self._connection.poll(_BUSY_WAIT_S if is_active else None):
                     self._handle(get_order(self._connection))
                 for number, known in self._links.items():
                     self._report(number, known)
+                for report in self._dram.poll():
+                    put(self._connection, report)
         except (EOFError, ConnectionError):
             pass
         finally:
             for known in self._links.values():
                 known.link.close()
+            self._dram.close()
             self._connection.close()
 
     def _handle(self, order: Order) -> None:
@@ -77,6 +88,8 @@ class RankAgent:
                 if (known := self._links.pop(order.link, None)) is not None:
                     known.link.close(is_lost=order.is_lost)
                 put(self._connection, Closed(order.link))
+            case OpenDram() | CopyBlocks() | CancelCopy() | SaveBlocks():
+                self._dram.handle(order)
 
     def _open(self, order: OpenLink) -> None:
         error = None

@@ -11,7 +11,8 @@ model cannot be computed without it. So does a rank that does not answer in time
 then what it still reads (RankLostError).
 
 Collaborators: `hosts.py` makes the group before vLLM forks the ranks; `links/choice.py` opens links
-through it; `links/ranked.py` makes one link of the lanes.
+through it; `links/ranked.py` makes one link of the lanes; `rank_copies.py` has the DRAM tier's
+copies made over the same pipes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from typing import Protocol
 
 from memserve.errors import RankLostError, StartError, TransferError
 from memserve.types import BlockId, TransferId
@@ -31,6 +33,9 @@ from memserve.workers.rank_messages import (
     CancelSend,
     Closed,
     CloseLink,
+    Copied,
+    DramOpened,
+    DramReport,
     Ended,
     Failed,
     Joined,
@@ -38,6 +43,7 @@ from memserve.workers.rank_messages import (
     OpenLink,
     Order,
     Report,
+    Saved,
     SendBlocks,
     get_report,
     put,
@@ -45,6 +51,13 @@ from memserve.workers.rank_messages import (
 
 ANSWER_S = 60.0
 """No copy takes so long, and no opening of a link, however cold."""
+
+
+class DramListener(Protocol):
+    """Who is told what ranks say of the DRAM tier: `rank_copies.RankedCopies`."""
+
+    def heard(self, rank: int, report: DramReport) -> None: ...
+    def lost(self, rank: int, reason: str) -> None: ...
 
 
 class RankLane:
@@ -137,10 +150,12 @@ class RankGroup:
         self._failure: str | None = None
         self.answer_s = answer_s
         self.clock = clock
+        self.dram: DramListener | None = None
+        """The instance's DRAM tier, if it has one."""
 
     def join(self) -> list[Joined]:
         """What each rank says of its KV cache, once the engine is built. Raises: StartError."""
-        self._wait(lambda: len(self._joined) == len(self._connections) or bool(self._lost))
+        self.wait(lambda: len(self._joined) == len(self._connections) or bool(self._lost))
         if self._lost or self.failure:
             raise StartError(self.failure or next(iter(self._lost.values())))
         if len(self._joined) < len(self._connections):
@@ -153,13 +168,13 @@ class RankGroup:
     @property
     def failure(self) -> str | None:
         """What a rank could say of a start that has failed; None: nothing."""
-        self._listen_to_all()
+        self.listen_to_all()
         return self._failure
 
     def open(self, kind: str, routes: Sequence[Route]) -> list[Link]:
         """A lane for each route, opened by all ranks at the same time. Raises: TransferError."""
         lanes = [self._start_opening(kind, route) for route in routes]
-        self._wait(lambda: all(lane.is_settled for lane in lanes))
+        self.wait(lambda: all(lane.is_settled for lane in lanes))
         for lane in lanes:
             if not lane.is_settled:
                 lane.error = f"no answer in {self.answer_s:g} s"
@@ -176,7 +191,7 @@ class RankGroup:
         if lane is None:
             return
         self.tell(lane.rank, CloseLink(number, is_lost))
-        self._wait(lambda: lane.is_closed)
+        self.wait(lambda: lane.is_closed)
         del self._lanes[number]
         if not lane.is_closed:
             raise RankLostError(f"rank {lane.rank} has not closed a link in {self.answer_s:g} s")
@@ -196,6 +211,25 @@ class RankGroup:
         while rank not in self._lost and self._connections[rank].poll(0):
             self._receive(rank)
 
+    def listen_to_all(self) -> None:
+        """As `listen`, to every rank."""
+        alive = [c for rank, c in enumerate(self._connections) if rank not in self._lost]
+        ready = wait(alive, 0)  # one look at all of them
+        for rank, connection in enumerate(self._connections):
+            if connection in ready:
+                self.listen(rank)
+
+    def wait(self, is_done: Callable[[], bool], patience_s: float | None = None) -> None:
+        """Listen until it is done, or so long, `answer_s` by default; the caller looks which."""
+        deadline = self.clock() + (self.answer_s if patience_s is None else patience_s)
+        self.listen_to_all()
+        while not is_done() and (left_s := deadline - self.clock()) > 0:
+            alive = [c for rank, c in enumerate(self._connections) if rank not in self._lost]
+            if not alive:
+                return
+            wait(alive, left_s)
+            self.listen_to_all()
+
     def close(self) -> None:
         """The agents end when they see it. All lanes must be closed."""
         for connection in self._connections:
@@ -209,21 +243,6 @@ class RankGroup:
         self._lanes[self._num_opened] = lane
         self.tell(route.own_rank, OpenLink(self._num_opened, kind, route.peer))
         return lane
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Listen until it is done, or the deadline has passed; the caller looks which."""
-        deadline = self.clock() + self.answer_s
-        self._listen_to_all()
-        while not is_done() and (patience_s := deadline - self.clock()) > 0:
-            alive = [c for rank, c in enumerate(self._connections) if rank not in self._lost]
-            if not alive:
-                return
-            wait(alive, patience_s)
-            self._listen_to_all()
-
-    def _listen_to_all(self) -> None:
-        for rank in range(len(self._connections)):
-            self.listen(rank)
 
     def _receive(self, rank: int) -> None:
         try:
@@ -248,12 +267,17 @@ class RankGroup:
                 self._lanes[report.link].ended(report.completion)
             case Closed():
                 self._lanes[report.link].is_closed = True
+            case DramOpened() | Copied() | Saved():
+                assert self.dram is not None, "only a tier asks for it"
+                self.dram.heard(rank, report)
 
     def _lose(self, rank: int, reason: str) -> None:
         self._lost[rank] = reason
         for lane in self._lanes.values():
             if lane.rank == rank:
                 lane.fail(reason)
+        if self.dram is not None:
+            self.dram.lost(rank, reason)
 
 
 class RankWatch:

@@ -9,6 +9,17 @@
         │◀──────────────── Ended(link, transfer) │   exactly once for each SendBlocks
         │ CloseLink(link, is_lost) ────────────▶ │
         │◀─────────────────────────────── Closed │   no memory is touched for it any more
+        │ OpenDram(bytes) ─────────────────────▶ │
+        │◀─────────────────────────── DramOpened │
+        │ CopyBlocks(owner, blocks, slots) ────▶ │   ══ part of each block ══▶ own host memory
+        │ CancelCopy(owner) ───────────────────▶ │
+        │◀───────────────────────── Copied(owner)│   exactly once for each CopyBlocks
+        │ SaveBlocks(blocks, slots) ───────────▶ │
+        │◀──────────────────────────────── Saved │
+
+Copies must not overtake the engine, whose work goes to the ranks by another way, vLLM's own. So the
+driver numbers the engine's steps (`StepOrders`, which travels with the step), and an order to copy
+names the last step that was begun before it.
 
 Collaborators: `rank_group.py` is the driver's end, `rank_agent.py` the rank's. The pipe exists
 before vLLM forks the ranks; its closing is each side's word that it is gone.
@@ -21,7 +32,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from memserve.types import BlockId, Geometry, TransferId
+from memserve.types import BlockId, Geometry, SlotId, TransferId
+from memserve.workers.copies import CopyEnd
 from memserve.workers.links.base import Completion, RankPeer
 
 
@@ -55,6 +67,52 @@ class CloseLink(msgspec.Struct, frozen=True, tag=True):
 
     link: int
     is_lost: bool
+
+
+class OpenDram(msgspec.Struct, frozen=True, tag=True):
+    """Make host memory for the rank's part of the DRAM tier. Once."""
+
+    size_bytes: int
+
+
+class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
+    """`Copies.copy_in` or `copy_out`, after a step."""
+
+    owner: str
+    is_inwards: bool
+    block_ids: list[BlockId]
+    slot_ids: list[SlotId]
+    after_step: int
+
+
+class CancelCopy(msgspec.Struct, frozen=True, tag=True):
+    """`Copies.cancel`."""
+
+    owner: str
+
+
+class SaveBlocks(msgspec.Struct, frozen=True, tag=True):
+    """`Copies.save`, after a step, for somebody who waits for the answer."""
+
+    block_ids: list[BlockId]
+    slot_ids: list[SlotId]
+    after_step: int
+
+
+class Saving(msgspec.Struct, frozen=True):
+    """Blocks that the step which brings this is about to overwrite."""
+
+    block_ids: list[BlockId]
+    slot_ids: list[SlotId]
+
+
+class StepOrders(msgspec.Struct, frozen=True):
+    """What a step brings to each rank, if there is a DRAM tier."""
+
+    number: int
+    """From 1 on."""
+    savings: list[Saving]
+    """To be copied before the step computes, in this order."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
@@ -94,8 +152,28 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
     link: int
 
 
-Order: TypeAlias = OpenLink | SendBlocks | CancelSend | CloseLink
-Report: TypeAlias = Joined | Failed | Opened | Ended | Closed
+class DramOpened(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `OpenDram`."""
+
+    error: str | None
+
+
+class Copied(msgspec.Struct, frozen=True, tag=True):
+    """A copy has ended on this rank."""
+
+    end: CopyEnd
+
+
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `SaveBlocks`."""
+
+    error: str | None
+
+
+DramOrder: TypeAlias = OpenDram | CopyBlocks | CancelCopy | SaveBlocks
+DramReport: TypeAlias = DramOpened | Copied | Saved
+Order: TypeAlias = OpenLink | SendBlocks | CancelSend | CloseLink | DramOrder
+Report: TypeAlias = Joined | Failed | Opened | Ended | Closed | DramReport
 
 _encoder = msgspec.msgpack.Encoder()
 _order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)

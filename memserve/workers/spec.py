@@ -42,7 +42,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     layout: str = "auto"
     """auto, block_first or layer_first."""
     dram_bytes: int = 0
-    """Host memory for KV blocks; 0: none."""
+    """Host memory for KV blocks, of all ranks together; 0: none."""
     profile: Profile = BUILT_IN
     """What computing costs on this device: whether swapping in is faster."""
     reserve_blocks: int = 1

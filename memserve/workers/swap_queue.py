@@ -8,7 +8,7 @@
 the engine has scheduled the request, or until the engine starves. Only some blocks are held so at a
 time, the first request's whatever it needs: one that has to wait keeps its place.
 
-Collaborators: `engine_loop.py` asks and is called back; `swapping.py` copies.
+Collaborators: `commands.py` asks and is called back; `swapping.py` copies.
 """
 
 from __future__ import annotations

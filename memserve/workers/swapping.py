@@ -18,7 +18,7 @@ DRAM is kept free of what HBM holds safely: when slots are needed, those whose b
 in go first, then the ends of prompts that were not asked for longest.
 
 Collaborators: `mempool.py` (blocks, owners, index), `dram.py` (slots, copies), `swap_queue.py`
-(who waits for what). One thread, between the engine's steps.
+(who waits for what). One thread, between the engine's steps or while it waits inside one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from memserve.core.swap import SwapLimits
 from memserve.core.tokens import TOKEN_BYTES, Path
 from memserve.errors import OutOfBlocksError, TransferError
 from memserve.types import BlockId, Medium, SlotId
-from memserve.workers.dram import CopyEnd, DramTier
+from memserve.workers.copies import CopyEnd
+from memserve.workers.dram import DramTier
 from memserve.workers.mempool import MemPool
 
 logger = logging.getLogger(__name__)

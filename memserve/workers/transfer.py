@@ -15,9 +15,9 @@ path ends in exactly one drop of it. A reservation is freed only on command: the
 link is quiet, the receiver of a one-sided link does not. The sender never drops blocks that a link
 still reads: a cancelled transfer keeps them until the link reports its end.
 
-Collaborators: `engine_loop.py` passes the hub's commands on and sends the events that come out,
+Collaborators: `commands.py` passes the hub's commands on and sends the events that come out,
 `mempool.py` has the blocks, `sending.py` is the sender's half, `links/` the wires. All in the
-engine's thread, between its steps (`hold_source`: inside one), without locks.
+engine's thread, between its steps or while it waits inside one, without locks.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ as its geometry says. So what has arrived is compared with the array and not wit
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from memserve.core.head_split import heads_of_rank
 from memserve.messages import PeerJoined
+from memserve.ops.blocks import BlockOps, TorchBlockOps
 from memserve.types import BlockId, Geometry, InstanceId
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.kv_memory import Openers
@@ -29,6 +31,7 @@ from memserve.workers.links.heads import Route, rows_of
 from memserve.workers.links.ipc import NUM_STREAMS, IpcLink
 from memserve.workers.links.shm import KIND, open_shm
 from memserve.workers.rank_agent import RankAgent
+from memserve.workers.rank_dram import RankDram
 from memserve.workers.rank_group import RankGroup
 from tests.contract.gpu_rig import FakeDevice, FakeOps, FakeStream, Host
 from tests.contract.link_rig import BLOCK_SIZE, NUM_LAYERS, buffer_bytes, geometry
@@ -88,6 +91,9 @@ class Ranks:
             KvBuffer.create(size) if host is None else GpuBuffer(FakeDevice(host), size)
             for size in sizes
         ]
+        self.make_ops: Callable[[int], BlockOps] = lambda rank: TorchBlockOps()
+        """Of a rank's part of the DRAM tier."""
+        self.drams: list[RankDram] = []
         self._agents: list[threading.Thread] = []
         self._groups: list[RankGroup] = []
 
@@ -150,7 +156,10 @@ class Ranks:
         """A driver's view of the ranks, each with an agent."""
         pairs = [Pipe() for _ in range(self.tp)]
         for rank, (_, end) in enumerate(pairs):
-            self._agents.append(start_agent(end, self._openers(rank)))
+            buffer = self._buffers[rank].tensor.view(torch.uint8)
+            dram = RankDram(self.geometries[rank], buffer, partial(self.make_ops, rank))
+            self.drams.append(dram)
+            self._agents.append(start_agent(end, self._openers(rank), dram))
         self._groups.append(RankGroup([driver for driver, _ in pairs]))
         return self._groups[-1]
 
@@ -185,9 +194,12 @@ class Ranks:
             buffer.close()
 
 
-def start_agent(end: Connection, openers: Openers) -> threading.Thread:
+def start_agent(
+    end: Connection, openers: Openers, dram: RankDram | None = None
+) -> threading.Thread:
     """A rank's agent in a thread; it ends when the driver's end of the pipe is closed."""
-    thread = threading.Thread(target=RankAgent(end, openers).serve)
+    dram = dram or RankDram(geometry(), torch.empty(0), TorchBlockOps)
+    thread = threading.Thread(target=RankAgent(end, openers, dram).serve)
     thread.start()
     return thread
 

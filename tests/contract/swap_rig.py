@@ -12,7 +12,9 @@ from memserve.errors import TransferError
 from memserve.ops.blocks import BlockOps, TorchBlockOps
 from memserve.ops.views import BlockView
 from memserve.types import Geometry, Medium
-from memserve.workers.dram import CopyQueue, DramTier
+from memserve.workers.copies import BlockCopies
+from memserve.workers.copy_queue import CopyQueue
+from memserve.workers.dram import DramTier
 from memserve.workers.hostmemory import HostMemory
 from memserve.workers.swapping import Swapper
 from tests.contract.link_rig import BLOCK_SIZE, NUM_BLOCKS, geometry
@@ -161,7 +163,7 @@ def make_tier(
     num_slots: int = 32,
 ) -> DramTier:
     """Over `memory`; it copies when the queues say so."""
-    return DramTier(
+    copies = BlockCopies(
         shape,
         torch.frombuffer(memory, dtype=torch.uint8),
         HostMemory(num_slots * shape.block_bytes, pin=False),
@@ -170,6 +172,7 @@ def make_tier(
         piece_bytes=shape.block_bytes,
         make_queue=queues,
     )
+    return DramTier(copies)
 
 
 class SwapNode(Node):
@@ -189,7 +192,7 @@ class SwapNode(Node):
         super().__init__("PD0", num_blocks, layout)
         self.dram = HostMemory(num_slots * BLOCK_BYTES, pin=False)
         options = {} if make_queue is None else {"make_queue": make_queue}
-        self.tier = DramTier(
+        copies = BlockCopies(
             self.geometry,
             torch.frombuffer(self.memory, dtype=torch.uint8),
             self.dram,
@@ -198,6 +201,7 @@ class SwapNode(Node):
             piece_bytes=BLOCK_BYTES,
             **options,
         )
+        self.tier = DramTier(copies)
         self.limits = limits or SwapLimits(margin_blocks=0, pinned_blocks=num_blocks // 2)
         self.swapper = Swapper(
             self.mempool, self.tier, self.limits, self.clock, batch_blocks=batch_blocks

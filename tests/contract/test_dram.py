@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from memserve.errors import OutOfBlocksError, StartError, TransferError
 from memserve.ops.blocks import TorchBlockOps
 from memserve.types import BlockId, SlotId
-from memserve.workers.dram import CopyEnd, DramTier
+from memserve.workers.copies import BlockCopies, CopyEnd
+from memserve.workers.dram import DramTier
 from memserve.workers.hostmemory import HostMemory, memory_available
 from tests.contract.link_rig import NUM_BLOCKS, buffer_bytes, fill_random, geometry, read_block
 from tests.contract.swap_rig import BLOCK_BYTES, FaultyOps, ManualQueues
@@ -49,7 +50,7 @@ class Rig:
         if is_manual:
             options["make_queue"] = self.queues
         ops = self.queues.ops if is_manual else FaultyOps(num_good)
-        self.tier = DramTier(
+        copies = BlockCopies(
             self.geometry,
             torch.frombuffer(self.hbm, dtype=torch.uint8),
             self.memory,
@@ -57,6 +58,7 @@ class Rig:
             self.clock,
             **options,  # type: ignore[arg-type]
         )
+        self.tier = DramTier(copies)
 
     def block(self, block_id: int) -> bytes:
         return read_block(self.hbm, self.geometry, block_id)
@@ -467,7 +469,7 @@ def test_a_tier_holds_at_least_one_block() -> None:
     shape = geometry()
     hbm = torch.zeros(buffer_bytes(shape), dtype=torch.uint8)
     with pytest.raises(StartError, match=f"mempool.dram_gb: {BLOCK_BYTES - 1} bytes do not hold"):
-        DramTier(shape, hbm, memory, TorchBlockOps(), FakeClock())
+        BlockCopies(shape, hbm, memory, TorchBlockOps(), FakeClock())
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:

@@ -327,6 +327,7 @@ def test_moving_kv() -> None:
     model = CostModel(make_profile())
     assert model.transfer_s(200_000_000, "ipc") == pytest.approx(1e-3 + 1e-3)
     assert model.swap_in_s(50_000_000) == pytest.approx(1e-5 + 1e-3)
+    assert model.with_tp(2).swap_in_s(100_000_000) == model.swap_in_s(50_000_000)
     assert model.transfer_s(0, "ipc") == 0
     assert model.kv_bytes(10) == 10 * 2 * 4 * 4 * 32 * 2
 

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from bench import _cuda_processes, gpu_kill, gpu_vs_vllm, swap_vs_tpot
+from bench import _cuda_processes, gpu_kill, gpu_vs_vllm, handoff_latency, swap_vs_tpot
 
 
 def burst(server: str, number: int, tpot_s: float, steady_s: float) -> gpu_vs_vllm.Burst:
@@ -77,3 +77,17 @@ def test_silence_reaches_to_both_ends() -> None:
 def test_a_check_that_sees_no_worker_use_a_gpu_says_so() -> None:
     found, _ = _cuda_processes.faults(os.getpid(), workers=[os.getpid()])
     assert found == ["no worker shows that it uses a GPU: the check sees nothing here"]
+
+
+def test_ways_to_serve_are_compared_by_their_medians() -> None:
+    def way(name: str, *sent_s: float) -> handoff_latency.Variant:
+        samples = [handoff_latency.Sample(s, 0.001, 0.002, 0.003, s + 0.005, 0.004) for s in sent_s]
+        return handoff_latency.Variant(name, samples)
+
+    both = [way("inside", 0.001, 0.002, 0.009), way("between", 0.004, 0.008, 0.001)]
+    metrics = handoff_latency.metrics(both)
+    assert (metrics["sent_ratio"], metrics["tpot_ratio"]) == (0.5, 1.0)
+    assert metrics["inside/gap_p50_ms"] == 7.0
+    assert handoff_latency.row(both[0])["sent"] == "2.0 8.9"
+    alone = handoff_latency.metrics([both[0], way("between")])
+    assert "sent_ratio" not in alone and "between/gap_p50_ms" not in alone

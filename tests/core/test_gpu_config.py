@@ -252,10 +252,9 @@ def test_the_mode_decides_how_many_gpus_its_ranks_take(machine: Machine) -> None
     assert _set("cluster.gpus=8").cluster.tp == 4
 
 
-def test_the_dram_tier_needs_instances_of_one_rank(machine: Machine) -> None:
+def test_the_dram_tier_is_of_all_ranks_together(machine: Machine) -> None:
     machine(0, "cpu")
-    with pytest.raises(ConfigError, match=r"mempool.dram_gb: 2 asked for, but .*cluster.tp above"):
-        _set("cluster.tp=P=3", "mempool.dram_gb=2")
+    assert _set("cluster.tp=P=3", "mempool.dram_gb=2").dram_bytes == 2 << 30
 
 
 @pytest.mark.parametrize(

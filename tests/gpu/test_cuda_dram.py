@@ -9,9 +9,19 @@ import pytest
 import torch
 
 from memserve.ops.blocks import block_ops
-from memserve.types import BlockId, Geometry
-from memserve.workers.dram import CopyEnd, DramTier
+from memserve.types import BlockId, Geometry, SlotId
+from memserve.workers.copies import BlockCopies, CopyEnd
+from memserve.workers.dram import DramTier
 from memserve.workers.hostmemory import HostMemory
+from memserve.workers.rank_dram import RankDram
+from memserve.workers.rank_messages import (
+    Copied,
+    CopyBlocks,
+    DramOpened,
+    OpenDram,
+    Saving,
+    StepOrders,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -43,9 +53,8 @@ class Rig:
         size = BLOCKS * LAYERS * PAGE_BYTES
         self.hbm = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda:0")
         self.memory = HostMemory(16 * self.geometry.block_bytes, pin=True)
-        self.tier = DramTier(
-            self.geometry, self.hbm, self.memory, block_ops(self.hbm.device), time.monotonic
-        )
+        ops = block_ops(self.hbm.device)
+        self.tier = DramTier(BlockCopies(self.geometry, self.hbm, self.memory, ops, time.monotonic))
 
     def block(self, block_id: int) -> torch.Tensor:
         """Its pages, on the CPU."""
@@ -92,8 +101,8 @@ def test_blocks_go_out_and_come_back_into_others(rig: Rig) -> None:
     slots = rig.tier.copy_out("a", ids(*sources))
     assert [end.error for end in rig.finish()] == [None]
     for slot, contents in zip(slots, before, strict=True):
-        start = slot * rig.tier.slot_bytes
-        assert torch.equal(rig.memory.tensor[start : start + rig.tier.slot_bytes], contents)
+        start = slot * rig.geometry.block_bytes
+        assert torch.equal(rig.memory.tensor[start : start + rig.geometry.block_bytes], contents)
     rig.tier.copy_in("b", slots, ids(*targets))
     assert [end.error for end in rig.finish()] == [None]
     for block_id, contents in zip(targets, before, strict=True):
@@ -110,8 +119,8 @@ def test_a_copy_waits_for_what_the_engine_has_queued(rig: Rig) -> None:
     (slot,) = rig.tier.copy_out("a", ids(3))
     assert rig.tier.poll() == [], "nobody waits for it"
     assert [end.error for end in rig.finish()] == [None]
-    start = slot * rig.tier.slot_bytes
-    assert bool((rig.memory.tensor[start : start + rig.tier.slot_bytes] == 7).all())
+    start = slot * rig.geometry.block_bytes
+    assert bool((rig.memory.tensor[start : start + rig.geometry.block_bytes] == 7).all())
 
 
 def test_the_engine_writes_only_when_a_block_is_saved(rig: Rig) -> None:
@@ -124,12 +133,95 @@ def test_the_engine_writes_only_when_a_block_is_saved(rig: Rig) -> None:
     assert not torch.cuda.current_stream().query(), "the engine's work is still to be done"
     torch.cuda.synchronize()
     for slot in slots:
-        start = slot * rig.tier.slot_bytes
-        assert bool((rig.memory.tensor[start : start + rig.tier.slot_bytes] == 7).all())
+        start = slot * rig.geometry.block_bytes
+        assert bool((rig.memory.tensor[start : start + rig.geometry.block_bytes] == 7).all())
 
 
 def test_others_find_a_block_saved_when_the_call_returns(rig: Rig) -> None:
     contents = rig.block(5)
     (slot,) = rig.tier.save(ids(5), for_engine=False)
-    start = slot * rig.tier.slot_bytes
-    assert torch.equal(rig.memory.tensor[start : start + rig.tier.slot_bytes], contents)
+    start = slot * rig.geometry.block_bytes
+    assert torch.equal(rig.memory.tensor[start : start + rig.geometry.block_bytes], contents)
+
+
+# ── one of several ranks ──────────────────────────────────────────────────────────────────────
+
+
+class RankRig:
+    """A rank's part of a tier. Its engine has a stream of its own; the agent's thread is this."""
+
+    def __init__(self, layout: str) -> None:
+        self.geometry = geometry(layout)
+        size = BLOCKS * LAYERS * PAGE_BYTES
+        self.hbm = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda:0")
+        self.dram = RankDram(self.geometry, self.hbm, lambda: block_ops(self.hbm.device))
+        self.dram.handle(OpenDram(16 * self.geometry.block_bytes))
+        assert self.dram.poll() == [DramOpened(None)]
+        torch.cuda.synchronize()
+        self.engine = torch.cuda.Stream()
+
+    def copy(self, owner: str, *pairs: tuple[int, int], is_inwards: bool, after_step: int) -> None:
+        """`pairs`: a block and a slot each."""
+        block_ids, slot_ids = ids(*(b for b, _ in pairs)), [SlotId(s) for _, s in pairs]
+        self.dram.handle(CopyBlocks(owner, is_inwards, block_ids, slot_ids, after_step))
+
+    def finish(self) -> list[str | None]:
+        """The errors of all copies, when nothing is under way."""
+        until = time.monotonic() + DEADLINE_S
+        errors: list[str | None] = []
+        while self.dram.is_active:
+            errors += [r.end.error for r in self.dram.poll() if isinstance(r, Copied)]
+            assert time.monotonic() < until, "the copies do not end"
+        return errors
+
+    def values(self, block_id: int) -> set[int]:
+        """That its bytes have."""
+        found: set[int] = set()
+        for offset in self.geometry.layer_offsets:
+            start = offset + block_id * self.geometry.block_stride
+            found |= set(self.hbm[start : start + PAGE_BYTES].unique().tolist())
+        return found
+
+
+@pytest.fixture(params=["block_first", "layer_first"])
+def rank(request: pytest.FixtureRequest) -> Iterator[RankRig]:
+    made = RankRig(request.param)
+    yield made
+    made.dram.close()
+
+
+def test_a_rank_copies_behind_the_step_that_an_order_names(rank: RankRig) -> None:
+    rank.copy("warm-up", (1, 1), is_inwards=False, after_step=0)
+    assert rank.finish() == [None]
+    step = StepOrders(1, [])
+    with torch.cuda.stream(rank.engine):
+        rank.dram.before_step(step)
+        torch.cuda._sleep(200_000_000)  # about a tenth of a second
+        rank.hbm.fill_(7)
+    rank.copy("a", (3, 0), is_inwards=False, after_step=1)
+    assert rank.dram.poll() == [] and rank.dram.is_active, "the step is not queued as a whole"
+    with torch.cuda.stream(rank.engine):
+        rank.dram.after_step(step)
+    assert rank.finish() == [None]
+    torch.cuda.synchronize()
+    rank.hbm.fill_(1)
+    torch.cuda.synchronize()
+    rank.copy("b", (5, 0), is_inwards=True, after_step=1)
+    assert rank.finish() == [None]
+    assert rank.values(5) == {7} and rank.values(3) == {1}
+
+
+def test_a_rank_saves_what_a_step_overwrites(rank: RankRig) -> None:
+    step = StepOrders(1, [Saving(ids(3, 9), [SlotId(4), SlotId(2)])])
+    with torch.cuda.stream(rank.engine):
+        rank.dram.before_step(StepOrders(0, [Saving(ids(1), [SlotId(0)])]))  # warm
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        rank.hbm.fill_(7)
+        rank.dram.before_step(step)
+        rank.hbm.fill_(9)
+        rank.dram.after_step(step)
+    assert not rank.engine.query(), "the rank's thread has not waited"
+    rank.copy("a", (5, 4), (6, 2), is_inwards=True, after_step=1)
+    assert rank.finish() == [None]
+    assert rank.values(5) == rank.values(6) == {7} and rank.values(3) == {9}

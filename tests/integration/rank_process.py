@@ -1,8 +1,13 @@
 """A driver and two ranks without an engine: `hosts.RankedKvHost`, forked and called as vLLM does.
 
-It prints one JSON line about itself, then answers each line `PEER SOURCE_IDS TARGET_IDS` (`PEER`: a
-JSON `PeerJoined`) by sending its blocks there, with the bytes and the error. At the end of its
-input it ends in order.
+It prints one JSON line about itself, then answers each line of its input:
+
+    PEER SOURCE_IDS TARGET_IDS   sends its blocks to the peer (a JSON `PeerJoined`): bytes, error
+    out BLOCK_IDS                copies blocks to DRAM: slots, bytes, error
+    in SLOT_IDS BLOCK_IDS        copies them into blocks: bytes, error
+    begin BLOCK_IDS              begins to copy blocks to DRAM: slots
+
+At the end of its input it ends in order.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -21,13 +27,16 @@ import msgspec
 import torch
 
 from memserve.messages import PeerJoined
-from memserve.types import BlockId, Geometry, InstanceId, TransferId, TransferStyle
+from memserve.types import BlockId, Geometry, InstanceId, SlotId, TransferId, TransferStyle
 from memserve.workers import hosts, main
+from memserve.workers.dram import DramTier
 from memserve.workers.links.choice import LinkChoice
 
 TP = 2
+NUM_SLOTS = 3
 NUM_BLOCKS, NUM_LAYERS, BLOCK_SIZE, CONTENT = 8, 2, 4, 6
-"""One head a rank; shape `[NUM_BLOCKS, NUM_LAYERS, 1, BLOCK_SIZE, CONTENT]`, float32."""
+"""One head a rank; shape `[NUM_SLOTS = 3
+NUM_BLOCKS, NUM_LAYERS, 1, BLOCK_SIZE, CONTENT]`, float32."""
 
 
 def contents(rank: int) -> torch.Tensor:
@@ -52,15 +61,38 @@ def be_rank(host: hosts.RankedKvHost, rank: int) -> None:
 
 def serve(host: hosts.RankedKvHost, geometry: Geometry) -> None:
     choice = LinkChoice(geometry, host.addresses, host.open_lanes)
+    tier = DramTier(host.open_dram(NUM_SLOTS * TP * geometry.block_bytes))
     for line in sys.stdin:
-        peer, source_ids, target_ids = line.rsplit(maxsplit=2)
-        link = choice(msgspec.json.decode(peer, type=PeerJoined))
-        link.send(TransferId("t"), block_ids(source_ids), block_ids(target_ids))
-        deadline = time.monotonic() + 20
-        while not (done := link.poll()):
-            assert time.monotonic() < deadline
-        link.close()
-        print(json.dumps([done[0].size_bytes, done[0].error]), flush=True)
+        match line.split():
+            case ["out", ids]:
+                slots = tier.copy_out("out", block_ids(ids))
+                answer = [slots, *ended(tier)]
+            case ["in", slot_ids, ids]:
+                tier.copy_in("in", [SlotId(slot) for slot in block_ids(slot_ids)], block_ids(ids))
+                answer = ended(tier)
+            case ["begin", ids]:
+                answer = [*tier.copy_out("begun", block_ids(ids))]
+            case _:
+                answer = send(choice, *line.rsplit(maxsplit=2))
+        print(json.dumps(answer), flush=True)
+    tier.close()
+
+
+def send(choice: LinkChoice, peer: str, source_ids: str, target_ids: str) -> list[Any]:
+    link = choice(msgspec.json.decode(peer, type=PeerJoined))
+    link.send(TransferId("t"), block_ids(source_ids), block_ids(target_ids))
+    deadline = time.monotonic() + 20
+    while not (done := link.poll()):
+        assert time.monotonic() < deadline
+    link.close()
+    return [done[0].size_bytes, done[0].error]
+
+
+def ended(tier: DramTier) -> list[Any]:
+    deadline = time.monotonic() + 20
+    while not (ends := tier.poll()):
+        assert time.monotonic() < deadline
+    return [ends[0].size_bytes, ends[0].error]
 
 
 def block_ids(text: str) -> list[BlockId]:

@@ -81,10 +81,8 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def test_ranks_send_their_own_memory_and_end_with_their_driver(driver: Driver) -> None:
-    assert driver.geometry.tp_size == TP and driver.geometry.model_kv_heads == TP
-    (addresses,) = driver.addresses.values()
-    assert [int(address.split("/")[2]) for address in addresses] == [p.pid for p in driver.ranks]
+def sent(driver: Driver, source_ids: str) -> torch.Tensor:
+    """These blocks, three of them, as they arrive at a peer of one rank, all heads together."""
     heads = torch.cat([contents(rank) for rank in range(TP)], dim=2)
     whole = msgspec.structs.replace(
         driver.geometry,
@@ -102,17 +100,49 @@ def test_ranks_send_their_own_memory_and_end_with_their_driver(driver: Driver) -
             geometry=whole,
             addresses={"shm": (buffer.address,)},
         )
-        size, error = driver.ask(f"{msgspec.json.encode(peer).decode()} 1,5,6 7,0,2")
+        size, error = driver.ask(f"{msgspec.json.encode(peer).decode()} {source_ids} 7,0,2")
         assert (size, error) == (3 * whole.block_bytes, None)
         arrived = buffer.tensor.view(torch.float32).view(heads.shape).clone()
-    assert torch.equal(arrived[[7, 0, 2]], heads[[1, 5, 6]])
     others = [block for block in range(NUM_BLOCKS) if block not in (7, 0, 2)]
     assert not arrived[others].any()
+    return arrived[[7, 0, 2]]
+
+
+def test_ranks_send_their_own_memory_and_end_with_their_driver(driver: Driver) -> None:
+    assert driver.geometry.tp_size == TP and driver.geometry.model_kv_heads == TP
+    (addresses,) = driver.addresses.values()
+    assert [int(address.split("/")[2]) for address in addresses] == [p.pid for p in driver.ranks]
+    heads = torch.cat([contents(rank) for rank in range(TP)], dim=2)
+    assert torch.equal(sent(driver, "1,5,6"), heads[[1, 5, 6]])
 
     assert driver.process.stdin is not None
     driver.process.stdin.close()
     assert driver.process.wait(DEADLINE_S) == 0
     driver.until_ranks_are_gone()
+
+
+def test_every_rank_has_its_part_in_its_own_host_memory(driver: Driver) -> None:
+    heads = torch.cat([contents(rank) for rank in range(TP)], dim=2)
+    three = TP * 3 * driver.geometry.block_bytes
+    slots, size, error = driver.ask("out 4,2,7")
+    assert (size, error) == (three, None)
+    assert driver.ask(f"in {','.join(map(str, slots))} 0,1,3") == [three, None]
+    assert torch.equal(sent(driver, "0,1,3"), heads[[4, 2, 7]])
+
+
+def test_a_rank_killed_in_the_midst_of_a_swap_takes_the_instance_along() -> None:
+    before = set(os.listdir("/dev/shm"))
+    driver = Driver()
+    try:
+        driver.ranks[1].suspend()  # its part of the copy cannot end
+        assert len(driver.ask("begin 1,2")) == 2
+        assert driver.process.poll() is None
+        driver.ranks[1].kill()
+        assert driver.process.wait(DEADLINE_S) == 1
+        driver.until_ranks_are_gone()
+    finally:
+        driver.close()
+    assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_no_rank_outlives_a_killed_driver(driver: Driver) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from memserve.messages import (
@@ -24,6 +25,7 @@ from memserve.messages import (
     Finished,
     History,
     Prefill,
+    Ready,
     Rejected,
     ResetCache,
     Sent,
@@ -37,6 +39,7 @@ from memserve.types import InstanceId, Namespace, RequestId, TransferId
 from tests.contract.link_rig import BLOCK_SIZE
 from tests.contract.swap_rig import ManualQueues
 from tests.contract.transfer_rig import prompt
+from tests.integration.cluster_harness import until
 from tests.integration.reference import Job, Reference
 from tests.integration.test_engine_loop import (
     ID,
@@ -48,7 +51,7 @@ from tests.integration.test_engine_loop import (
     only,
     prefill,
 )
-from tests.integration.worker_harness import ENGINE, Rig, request_bytes
+from tests.integration.worker_harness import DEADLINE_S, ENGINE, Rig, request_bytes
 
 PROMPT = prompt(18)
 """Four full blocks, and two tokens more."""
@@ -245,18 +248,26 @@ NUM_BLOCKS = 36
 DRAM_BLOCKS = 110
 
 
+def ranks(*degrees: tuple[int, int]) -> Any:
+    """With P0 and D0 of so many ranks."""
+    ids = [f"P{p}D{d}" for p, d in degrees]
+    return pytest.mark.parametrize("rig", degrees, indirect=True, ids=ids, scope="module")
+
+
 @pytest.fixture(scope="module")
-def rig(model_folder: Path) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Rig]:
     """A prefill and a decode instance, both with a small HBM pool and a DRAM tier."""
     made = Rig(str(model_folder))
     try:
-        readies = made.start(
-            "P0",
-            "D0",
-            engine=SMALL,
-            kv_bytes=NUM_BLOCKS * BLOCK_BYTES,
-            dram_bytes=DRAM_BLOCKS * BLOCK_BYTES,
-        )
+        readies: dict[str, Ready] = {}
+        for instance, tp in zip(("P0", "D0"), request.param, strict=True):
+            readies |= made.start(
+                instance,
+                engine=SMALL,
+                kv_bytes=NUM_BLOCKS * BLOCK_BYTES,
+                dram_bytes=DRAM_BLOCKS * BLOCK_BYTES,
+                tp=tp,
+            )
         made.link(readies)
         yield made
     finally:
@@ -268,22 +279,23 @@ def words(num_tokens: int, seed: int) -> list[int]:
     return [rng.randrange(1000, 20_000) for _ in range(num_tokens)]
 
 
+def whole_request(tokens: list[int], count: int, name: str) -> Prefill:
+    return Prefill(
+        epoch=1,
+        request_id=RequestId(name),
+        attempt=1,
+        request=request_bytes(count),
+        known_tokens=0,
+        token_ids=tokens,
+        whole=True,
+        hold=False,
+        is_private=False,
+    )
+
+
 def run(rig: Rig, instance: str, tokens: list[int], count: int, name: str) -> tuple[Any, list[int]]:
     """A whole request there; what it started with, and its tokens."""
-    rig.send(
-        instance,
-        Prefill(
-            epoch=1,
-            request_id=RequestId(name),
-            attempt=1,
-            request=request_bytes(count),
-            known_tokens=0,
-            token_ids=tokens,
-            whole=True,
-            hold=False,
-            is_private=False,
-        ),
-    )
+    rig.send(instance, whole_request(tokens, count, name))
     started = rig.expect(instance, Started, lambda e: e.request_id == name)
     generated = rig.tokens_until_end(instance, name)
     rig.expect(instance, Finished, lambda e: e.request_id == name)
@@ -292,12 +304,15 @@ def run(rig: Rig, instance: str, tokens: list[int], count: int, name: str) -> tu
 
 
 @slow
+@ranks((1, 1), (3, 1))
 def test_conversations_that_outgrow_hbm_generate_what_no_cache_generates(
     rig: Rig, reference: Reference
 ) -> None:
-    """Eight conversations in turns, three times the HBM pool: all later turns come from DRAM."""
+    """Conversations in turns, twice the HBM pool and more: all later turns come from DRAM."""
     num_turns, num_tokens = 3, 12
-    contexts = [words(300 + 7 * number, number) for number in range(8)]
+    # Ranks share the machine's cores, and take several times as long.
+    num_conversations = 8 if rig.ready["P0"].geometry.tp_size == 1 else 6
+    contexts = [words(300 + 7 * number, number) for number in range(num_conversations)]
     hits = []
     for turn in range(num_turns):
         jobs = [Job(list(context), num_tokens) for context in contexts]
@@ -313,11 +328,12 @@ def test_conversations_that_outgrow_hbm_generate_what_no_cache_generates(
             context += answer + words(20, 100 * turn + number)
     audited = rig.audit("P0")
     assert audited.problems == [] and audited.holders == []
-    assert audited.stats.swapped_in_blocks > 80
+    assert audited.stats.swapped_in_blocks > 10 * num_conversations
     assert min(hits) > 0.8, hits
 
 
 @slow
+@ranks((1, 1), (3, 1), (1, 3))
 def test_what_the_receiver_has_in_dram_does_not_travel(rig: Rig, reference: Reference) -> None:
     request, num_tokens = request_bytes(12), 12
     tokens = words(330, 50)
@@ -339,6 +355,7 @@ def test_what_the_receiver_has_in_dram_does_not_travel(rig: Rig, reference: Refe
 
 
 @slow
+@ranks((1, 1), (3, 1), (1, 3))
 def test_what_the_source_has_in_dram_is_fetched(rig: Rig, reference: Reference) -> None:
     num_tokens = 12
     tokens = words(330, 80)
@@ -359,19 +376,57 @@ def test_what_the_source_has_in_dram_is_fetched(rig: Rig, reference: Reference) 
 
 
 @slow
+@ranks((1, 1))
 def test_a_killed_worker_leaves_no_host_memory(rig: Rig) -> None:
     """The tier's memory is private and has no name in any file system."""
     size = DRAM_BLOCKS * BLOCK_BYTES
     rig.start("PD7", engine=SMALL, kv_bytes=NUM_BLOCKS * BLOCK_BYTES, dram_bytes=size)
     pid = rig.pids["PD7"]
     before = set(os.listdir("/dev/shm"))
-    regions = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-    fitting = [r for r in regions if -4096 < _size(r[0]) - size < 4096]
-    assert fitting, "the tier's memory is one region"
-    assert all(r[1] == "rw-p" and r[4] == "0" and len(r) == 5 for r in fitting)
+    assert has_private_memory(pid, size)
     os.kill(pid, signal.SIGKILL)
     assert rig.exit_of(pid) == -signal.SIGKILL
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def has_private_memory(pid: int, size_bytes: int) -> bool:
+    """Whether it has memory of this size, and all such is private and without a name."""
+    regions = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    fitting = [r for r in regions if -4096 < _size(r[0]) - size_bytes < 4096]
+    return bool(fitting) and all(r[1] == "rw-p" and r[4] == "0" and len(r) == 5 for r in fitting)
+
+
+@slow
+@ranks((1, 1))
+def test_a_rank_that_is_killed_in_mid_swap_takes_the_instance_along(rig: Rig) -> None:
+    """And with it all host memory: each rank has its own third of the tier."""
+    before = set(os.listdir("/dev/shm"))
+    few = {"kv_bytes": 18 * BLOCK_BYTES, "dram_bytes": 30 * BLOCK_BYTES}
+    rig.start("PD9", engine=SMALL, tp=3, **few)
+    pid = rig.pids["PD9"]
+    children = psutil.Process(pid).children()
+    members = [child for child in children if "tracker" not in " ".join(child.cmdline())]
+    assert len(members) == 3
+    assert all(has_private_memory(member.pid, 10 * BLOCK_BYTES) for member in members)
+    tokens = words(330, 110)
+    run(rig, "PD9", tokens, 1, "past")
+    # Pushes it out of HBM, and leaves empty blocks behind.
+    rig.whole("PD9", words(400, 111), request_bytes(1), "other")
+    members[1].suspend()  # its part of the copy cannot end
+    rig.send("PD9", whole_request(tokens, 1, "again"))
+    holders = rig.audit("PD9").holders
+    assert any(holder.startswith("swap-in for again/1: ") for holder in holders), holders
+    members[1].kill()
+    assert rig.exit_of(pid) == 1
+    until(lambda: not any(map(is_alive, members)), "all ranks are gone", DEADLINE_S)
+    until(lambda: set(os.listdir("/dev/shm")) <= before, "/dev/shm is as before", DEADLINE_S)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _size(region: str) -> int:
@@ -380,6 +435,7 @@ def _size(region: str) -> int:
 
 
 @slow
+@ranks((1, 1))
 @pytest.mark.parametrize(
     ("dram_bytes", "says"),
     [

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import fcntl
+import pickle
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from memserve.errors import StartError
-from memserve.types import InstanceId, TransferStyle
+from memserve.types import BlockId, InstanceId, SlotId, TransferStyle
 from memserve.workers import main
+from memserve.workers.connector import MemServeConnector
 from memserve.workers.kv_layout import geometry_of
 from memserve.workers.kv_memory import GpuKvMemory, HostKvMemory, KvMemory, Openers, kv_memory
 from memserve.workers.links.base import Rank
+from memserve.workers.rank_messages import Saving, StepOrders
 from tests.contract.link_rig import geometry
 
 pytestmark = pytest.mark.integration
@@ -108,6 +113,40 @@ def test_host_memory_is_made_once_and_offered() -> None:
     with pytest.raises(StartError, match="several buffers"):
         memory.make(4096)
     memory.close()
+
+
+# ── what a step carries to the ranks ──────────────────────────────────────────────────────────
+
+
+class OrderingHost:
+    """Both halves of a connector's host; `told` is what the worker's half has heard."""
+
+    def __init__(self, orders: StepOrders | None) -> None:
+        self.orders = orders
+        self.told: list[tuple[str, StepOrders]] = []
+
+    def on_step(self, num_scheduled: dict[str, int]) -> StepOrders | None:
+        assert num_scheduled == {"r": 3}
+        return self.orders
+
+    def on_step_begins(self, orders: StepOrders) -> None:
+        self.told.append(("begins", orders))
+
+    def on_step_ended(self, orders: StepOrders) -> None:
+        self.told.append(("ended", orders))
+
+
+@pytest.mark.parametrize("has_tier", [True, False])
+def test_orders_travel_with_the_step_to_both_its_ends(has_tier: bool) -> None:
+    orders = StepOrders(7, [Saving([BlockId(3)], [SlotId(1)])]) if has_tier else None
+    connector = object.__new__(MemServeConnector)  # what vLLM configures is not needed here
+    host = connector._host = OrderingHost(orders)  # type: ignore[assignment]
+    step: Any = SimpleNamespace(scheduled_new_reqs=[], num_scheduled_tokens={"r": 3})
+    metadata = pickle.loads(pickle.dumps(connector.build_connector_meta(step)))  # as vLLM sends it
+    connector.handle_preemptions(metadata)
+    connector.bind_connector_metadata(metadata)
+    connector.wait_for_save()
+    assert host.told == ([("begins", orders), ("ended", orders)] if has_tier else [])
 
 
 # ── how pages lie ─────────────────────────────────────────────────────────────────────────────
