@@ -165,7 +165,10 @@ class Saver:
         self, block_ids: Sequence[BlockId], slot_ids: Sequence[SlotId], *, for_engine: bool
     ) -> None:
         """See `Copies`."""
-        self._queue.follow_engine()
+        if for_engine:
+            # Others wait for the copy here, and would wait for the steps in flight too. None of
+            # these writes the blocks: they were queued when nobody could take them.
+            self._queue.follow_engine()
         blocks, slots = self._places.blocks, self._places.slots
         self._ops.swap_blocks(blocks, slots, block_ids, slot_ids, stream=self._queue.stream)
         if for_engine:
