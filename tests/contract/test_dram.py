@@ -159,6 +159,17 @@ def test_inside_a_step_one_piece_is_in_flight_at_a_time() -> None:
     assert len(rig.queues.out.pieces) == 1, "the next one"
 
 
+def test_only_a_resting_engine_is_not_spared() -> None:
+    rig = Rig(is_manual=True, busy_blocks=8, busy_blocks_per_s=8.0)
+    for number, pace in enumerate(Pace):
+        rig.clock.now_s += 1.0
+        rig.out(pace.value, number)
+        rig.tier.poll(pace)
+        rig.queues.out.finish()
+        rig.tier.poll(pace)
+    assert rig.queues.ops.spared == [pace is not Pace.FREE for pace in Pace]
+
+
 def test_a_piece_too_large_for_the_pace_is_a_debt() -> None:
     rig = Rig(is_manual=True, busy_blocks=8, busy_blocks_per_s=0.25)
     rig.out("a", *range(4))
