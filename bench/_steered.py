@@ -43,7 +43,7 @@ class SteeredPolicy:
     def __init__(self, own: Policy, profile_source: str) -> None:
         self._own = own
         self._profile_source = profile_source
-        self.name = own.name
+        self.name, self.splitting = own.name, own.splitting
 
     def place(self, demand: Demand, loads: Loads) -> Placement:
         words = demand.session.split()

@@ -32,9 +32,9 @@ from memserve.core.following_tree import FollowingTree
 from memserve.core.loads import Loads, Share
 from memserve.core.policies import make_policy
 from memserve.core.policy import Demand, Split
-from memserve.core.profile import ModelShape
 from memserve.core.tokens import Path, pack
 from memserve.core.tree_parts import Match
+from memserve.simulator.setup import MODELS
 from memserve.types import InstanceId, Medium, Namespace, Role
 
 BLOCK_SIZE = 16
@@ -45,15 +45,6 @@ NUM_SYSTEMS, CONVERSATIONS = 32, 4
 PART = 2048
 """Blocks in one part of a snapshot."""
 PLAIN = Namespace()
-LLAMA_8B = ModelShape(
-    num_layers=32,
-    hidden=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128256,
-)
 
 
 class Teller:
@@ -176,7 +167,7 @@ def demand(match: Match) -> Demand:
 
 def place_times(load: Load, repeats: int) -> dict[str, dict[str, float]]:
     """The walk, the policy, both."""
-    cost = CostModel(built_in(LLAMA_8B, "NVIDIA H200"))
+    cost = CostModel(built_in(MODELS["llama-3.1-8b"], "NVIDIA H200"))
     policy = make_policy("cost", Split.ALWAYS, cost, "ipc")
     loads = busy(load, cost)
     walk, decide, both, wall = [], [], [], []

@@ -35,9 +35,9 @@ from memserve.core.guessing_tree import GuessingTree
 from memserve.core.loads import Loads, Share
 from memserve.core.policies import make_policy
 from memserve.core.policy import Demand, Split
-from memserve.core.profile import ModelShape
 from memserve.core.radix import RadixIndex
 from memserve.core.tokens import Path, pack
+from memserve.simulator.setup import MODELS
 from memserve.types import InstanceId, Medium, Namespace, Role
 
 BLOCK_SIZE = 16
@@ -46,15 +46,6 @@ NUM_SYSTEMS, SYSTEM_TOKENS = 8, 512
 REPLY_TOKENS, TOKEN_S, NEWS_S, THINK_S = 128, 0.02, 0.005, 12.0
 MAX_TOKENS = 6000
 """A conversation that is longer ends, and another one takes its place."""
-LLAMA_8B = ModelShape(
-    num_layers=32,
-    hidden=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    vocab=128256,
-)
 
 
 class Instance:
@@ -125,7 +116,7 @@ class Run:
         ttl_s = freshness if isinstance(freshness, float) else 1e12
         self._guessing = GuessingTree(BLOCK_SIZE, ids, 10_000_000, ttl_s)
         self._tree = self._following if freshness == "events" else self._guessing
-        self._cost = CostModel(built_in(LLAMA_8B, "NVIDIA H200"))
+        self._cost = CostModel(built_in(MODELS["llama-3.1-8b"], "NVIDIA H200"))
         self._policy = make_policy("cost", Split.ALWAYS, self._cost, "ipc")
         self._loads = Loads(dict.fromkeys(ids, Role.COLOCATED), self._cost)
         for id in ids:

@@ -3,48 +3,39 @@
     python -m bench.swap_vs_tpot --device cuda --model FOLDER --load-format dummy [--out FILE]
     python -m bench.swap_vs_tpot --device cpu
 
-One instance with a real engine decodes a few requests all the time, and the same loop that steps it
-moves blocks, in phases of so many steps each, with a phase of nothing between any two::
+One instance with a real engine, whose loop also moves blocks, between two steps, in phases::
 
-    out        blocks go to DRAM without a pause, by the tier's own copies
-    in         they come from there
-    both       at once
-    pressure   prompts that only DRAM has are asked for in turn, more of them than HBM has room for:
-               everything that swapping in and out does besides, index and pool included
+    out, in, both   by the DRAM tier's own copies, without a pause
+    swapping        prompts that only DRAM has are asked for in turn, more of them than HBM has room
+                    for: index, pool and the copies to DRAM that make room have their part in it
 
-A phase's TPOT is compared with the phases before and after it, and its rate with a plain copy of
-contiguous pinned memory in the same process. Rounds repeat all phases; figures are medians of them.
+The first three are measured without requests, and then all four while a few requests decode; a
+phase of nothing lies before and after each of these, and a phase's TPOT is compared with that of
+both. Rates stand beside those of plain copies of pinned memory in the same process. Every phase has
+some steps first that do not count, so that KV is on its way in all that do. Rounds repeat the
+phases with requests; figures are medians of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import statistics
-import tempfile
+import sys
 import time
 import traceback
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bench._instance import Hub, serve, shape_of
 from bench._report import Scalar, parser, publish
-from bench.working_set import greedy_request
-from memserve.core.cost_model import built_in
-from memserve.core.profile import ModelShape
 from memserve.messages import (
-    Abort,
-    AnyCommand,
     AnyEvent,
-    Audit,
     Audited,
     Finished,
-    Prefill,
     Ready,
     Rejected,
     Started,
@@ -52,552 +43,399 @@ from memserve.messages import (
     Tokens,
 )
 from memserve.models import resolve_model
-from memserve.types import BlockId, Geometry, InstanceId, Namespace, RequestId, Role, SlotId
-from memserve.workers.environment import set_engine_environment
-from memserve.workers.spec import WorkerSpec
+from memserve.types import Geometry
 
-VARIANTS = ("out", "in", "both", "pressure")
-FIRST_TOKEN, LAST_TOKEN = 1000, 10_000
-OUTSTANDING = 6
-"""Copies of a direction that are begun or wait, so that the link never has none."""
+if TYPE_CHECKING:
+    from bench._swapping import Mover
+
+BY_TIER = ("out", "in", "both")
+SWAPPING, NOTHING = "swapping", "nothing"
+VARIANTS = (*BY_TIER, SWAPPING)
+_FIRST_TOKEN, _LAST_TOKEN = 1000, 10_000
+_GRACE_S = 30.0
+"""For the phase that the end of the time falls into, and for what follows it."""
 
 
-MEANINGS = {
-    "rounds": "times that every phase is measured",
-    "steps": "decode steps of a phase",
-    "warm_up": "decode steps before",
-    "requests": "that decode",
-    "prompt": "tokens of each of their prompts",
-    "answer": "their tokens: more than all steps together",
-    "histories": "prompts for `pressure`",
-    "history_tokens": "tokens of each",
-    "batch": "blocks of one copy",
-    "block_size": "tokens of a block",
-    "plain_mb": "size of a plain copy",
-    "threads": "of torch's operators on the CPU",
-}
-SIZES = {
-    "cuda": (3, 60, 100, 8, 512, 2400, 20, 4096, 128, 16, 1024, 1),
-    "cpu": (1, 10, 5, 2, 64, 300, 16, 256, 4, 32, 16, 1),
-}
+class Sizes(msgspec.Struct, frozen=True):
+    """How much of everything; on a GPU, unless something else is said."""
+
+    rounds: int = 3
+    steps: int = 80
+    """Of a phase."""
+    lead: int = 8
+    """Before they count."""
+    idle_turns: int = 600
+    """Of the loop, in place of steps, where nothing decodes."""
+    requests: int = 8
+    """That decode."""
+    prompt: int = 512
+    """Tokens of each."""
+    histories: int = 30
+    """Prompts to be swapped in."""
+    history_tokens: int = 4096
+    every: int = 10
+    """One of them is asked for each so many steps: backing up takes 8 for as much."""
+    batch: int = 128
+    """Blocks of one of the tier's copies."""
+    batches: int = 12
+    """Copies of both directions that are under way at a time."""
+    block_size: int = 16
+    plain_bytes: int = 1 << 30
+
+    @property
+    def answer(self) -> int:
+        """More tokens than there are steps, even if those between the phases are many."""
+        phases = 2 * len(VARIANTS) * self.rounds + 2
+        return 2 * phases * (self.steps + self.lead)
+
+    @property
+    def longest(self) -> int:
+        """Of all requests, in tokens."""
+        return max(self.prompt + self.answer, self.history_tokens) + self.block_size
+
+    @property
+    def hbm_blocks(self) -> int:
+        """Room for half of the histories, when the requests have become as long as they can."""
+        decoding = self.requests * -(-(self.prompt + self.answer) // self.block_size)
+        return decoding + self.batches * self.batch + self._history_blocks // 2
+
+    @property
+    def dram_blocks(self) -> int:
+        """Together with HBM more than all histories, so that none is lost."""
+        return self._history_blocks * 3 // 4
+
+    @property
+    def _history_blocks(self) -> int:
+        return self.histories * (self.history_tokens // self.block_size)
+
+
+ON_CPU = Sizes(
+    rounds=1,
+    steps=8,
+    lead=2,
+    idle_turns=20,
+    requests=2,
+    prompt=64,
+    histories=16,
+    history_tokens=256,
+    every=2,
+    batch=4,
+    block_size=32,
+    plain_bytes=16 << 20,
+)
 
 
 class Phase(msgspec.Struct):
-    """Some decode steps in a row."""
+    """Some steps in a row."""
 
     variant: str
-    tpot_s: float = 0.0
+    decodes: bool = True
+    seconds: float = 0.0
+    steps: int = 0
     longest_s: float = 0.0
-    out_bytes_per_s: float = 0.0
-    in_bytes_per_s: float = 0.0
-    lost: int = 0
-    """Blocks that neither HBM nor DRAM had when they were asked for."""
+    moving_steps: int = 0
+    """Those at whose end bytes were on their way."""
+    out_bytes: float = 0.0
+    in_bytes: float = 0.0
+    lost_blocks: int = 0
     error: str = ""
 
-
-class Mover(Protocol):
-    """What moves blocks in a phase."""
-
-    def turn(self) -> None:
-        """Between two steps."""
-        ...
-
-    def end(self, phase: Phase) -> None:
-        """No more; say how much it was."""
-        ...
-
     @property
-    def is_active(self) -> bool: ...
+    def tpot_s(self) -> float:
+        return self.seconds / self.steps
 
 
-class Idle:
-    is_active = False
+class Script(Hub):
+    """Everything that happens, in order; each `yield` is a turn of the engine's loop."""
 
-    def turn(self) -> None:
-        pass
-
-    def end(self, phase: Phase) -> None:
-        pass
-
-
-class Rate:
-    """Bytes a second from the first copy that ends to the last one."""
-
-    def __init__(self) -> None:
-        self._ends: list[tuple[float, int]] = []
-
-    def add(self, size_bytes: int) -> None:
-        self._ends.append((time.perf_counter(), size_bytes))
-
-    @property
-    def bytes_per_s(self) -> float:
-        if len(self._ends) < 2 or self._ends[-1][0] == self._ends[0][0]:
-            return 0.0
-        seconds = self._ends[-1][0] - self._ends[0][0]
-        return sum(size for _, size in self._ends[1:]) / seconds
-
-
-class Copies:
-    """A tier of its own over blocks of its own, and copies that follow each other."""
-
-    def __init__(self, tier: Any, block_ids: list[BlockId], batch: int) -> None:
-        self._tier = tier
-        self._batches = [block_ids[i : i + batch] for i in range(0, len(block_ids), batch)]
-        self._is_open: set[str] = set()
-        self._running: set[str] = set()
-        self._number = 0
-        self._slots: dict[str, list[SlotId]] = {}
-        self._kept: list[SlotId] = []
-        self._rates = {"out": Rate(), "in": Rate()}
-
-    def fill(self) -> Iterator[None]:
-        """Let one batch lie in DRAM, for those that come in."""
-        self._kept = self._tier.copy_out("kept", self._batches[0])
-        while self._tier.is_active:
-            self._tier.poll()
-            yield
-
-    def begin(self, *directions: str) -> Copies:
-        self._is_open = set(directions)
-        self._rates = {"out": Rate(), "in": Rate()}
-        return self
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._tier.is_active)
-
-    def turn(self) -> None:
-        for direction in self._is_open:
-            while sum(name.startswith(direction) for name in self._running) < OUTSTANDING:
-                self._start(direction)
-        for end in self._tier.poll():
-            if end.error:
-                raise RuntimeError(end.error)
-            self._rates[end.owner.split()[0]].add(end.size_bytes)
-            self._tier.free(self._slots.pop(end.owner, []))
-            self._running.remove(end.owner)
-
-    def end(self, phase: Phase) -> None:
-        self._is_open = set()
-        phase.out_bytes_per_s = self._rates["out"].bytes_per_s
-        phase.in_bytes_per_s = self._rates["in"].bytes_per_s
-
-    def _start(self, direction: str) -> None:
-        self._number += 1
-        owner = f"{direction} {self._number}"
-        block_ids = self._batches[self._number % len(self._batches)]
-        if direction == "out":
-            self._slots[owner] = self._tier.copy_out(owner, block_ids)
-        else:
-            self._tier.copy_in(owner, self._kept, block_ids)
-        self._running.add(owner)
-
-
-class Pressure:
-    """Prompts are brought one after the other, and let go at once."""
-
-    def __init__(
-        self, swaps: Any, mempool: Any, prompts: list[list[int]], block_bytes: int
-    ) -> None:
-        self._swaps = swaps
-        self._mempool = mempool
-        self._prompts = prompts
-        self._block_bytes = block_bytes
-        self._number = 0
-        self._is_waiting = False
-        self._is_open = False
-        self._lost = 0
-        self._began = 0.0
-        self._before: Any = None
-
-    def begin(self) -> Pressure:
-        self._is_open, self._lost = True, 0
-        self._began, self._before = time.perf_counter(), self._swaps.stats()
-        return self
-
-    @property
-    def is_active(self) -> bool:
-        return self._is_waiting
-
-    def turn(self) -> None:
-        for _ in self._prompts:
-            if self._is_waiting or not self._is_open:
-                return
-            self._bring()
-
-    def _bring(self) -> None:
-        self._number += 1
-        tokens = self._prompts[self._number % len(self._prompts)]
-        path = self._mempool.path(tokens)
-        self._lost += path.num_blocks - self._mempool.find(path).num_blocks
-        self._is_waiting = True
-        self._swaps.bring(
-            f"bench {self._number}",
-            tokens,
-            Namespace(),
-            self._arrived,
-            keeps=False,
-            is_prompt=False,
-        )
-
-    def _arrived(self) -> None:
-        self._is_waiting = False
-
-    def end(self, phase: Phase) -> None:
-        self._is_open = False
-        seconds, now = time.perf_counter() - self._began, self._swaps.stats()
-        moved_out = now.swapped_out - self._before.swapped_out
-        moved_in = now.swapped_in - self._before.swapped_in
-        phase.out_bytes_per_s = moved_out * self._block_bytes / seconds
-        phase.in_bytes_per_s = moved_in * self._block_bytes / seconds
-        phase.lost = self._lost
-
-
-class Driver:
-    """The worker's channel. A turn of the engine's loop lets the script go on by one step."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._rng = random.Random(options.seed)
-        self._commands: deque[AnyCommand] = deque()
-        self._running: set[str] = set()
-        self._has_tokens = self._has_started = False
-        self._script = self._run()
-        self._deadline = time.monotonic() + options.max_seconds
-        self.geometry: Geometry | None = None
-        self.worker: Any = None
+    def __init__(self, sizes: Sizes, seed: int, max_seconds: float) -> None:
+        super().__init__()
+        self.sizes = sizes
         self.phases: list[Phase] = []
         self.plain: dict[str, float] = {}
         self.problems: list[str] | None = None
+        self._rng = random.Random(seed)
+        self._max_seconds = max_seconds
+        self._ends_at: float | None = None
+        """When to begin no more phases; None: the engine is still being built."""
+        self._geometry: Geometry | None = None
+        self._running: set[str] = set()
+        self._started: set[str] = set()
+        self._has_tokens = False
+        self._turns = self._run()
 
-    # What the worker calls.
-
-    def send(self, event: AnyEvent) -> None:
+    def on_event(self, event: AnyEvent) -> None:
         match event:
             case Ready():
-                self.geometry = event.geometry
+                self._geometry = event.geometry
             case StartFailed() | Rejected():
                 raise RuntimeError(event.message)
             case Started():
-                self._has_started = True
+                self._started.add(event.request_id)
             case Tokens():
                 self._has_tokens = True
             case Finished():
                 self._running.discard(event.request_id)
-                self._commands.append(Abort(epoch=1, request_id=event.request_id))
+                self.forget(event.request_id)
             case Audited():
                 self.problems = event.problems
             case _:
                 pass
 
-    def wait(self, timeout_s: float) -> None:
-        if time.monotonic() > self._deadline:
-            raise TimeoutError(f"not done after {self._options.max_seconds:g} s")
-        next(self._script, None)
-        if not self._commands and timeout_s > 0.0:
-            time.sleep(min(timeout_s, 0.001))
+    def on_turn(self) -> None:
+        if self._ends_at is not None and time.monotonic() > self._ends_at + _GRACE_S:
+            raise TimeoutError(f"not done {_GRACE_S:g} s after it should have been")
+        next(self._turns, None)
 
-    def receive(self) -> AnyCommand | None:
-        return self._commands.popleft() if self._commands else None
-
-    def wake_on(self, fd: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    # What it does: each `yield` is a turn of the loop.
+    # ── what happens ──────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> Iterator[None]:
-        options = self._options
         yield
-        prompts = [self._prompt(options.history_tokens) for _ in range(options.histories)]
-        copies, pressure = self._movers(prompts)  # takes blocks, while there is no history
+        self._ends_at = time.monotonic() + self._max_seconds
+        yield from self._prepare()
+        for variant in BY_TIER:
+            yield from self._phase(variant, decodes=False)
+        decoding = {f"decode {number}" for number in range(self.sizes.requests)}
+        for name in sorted(decoding):
+            self._ask(name, self._prompt(self.sizes.prompt), self.sizes.answer)
+        while not decoding <= self._started:
+            yield
+        for _ in range(self.sizes.rounds):
+            for variant in VARIANTS:
+                if time.monotonic() < self._ends_at:
+                    yield from self._phase(NOTHING)
+                    yield from self._phase(variant)
+        yield from self._phase(NOTHING)
+        yield from self._finish()
+
+    def _prepare(self) -> Iterator[None]:
+        from bench._swapping import SwapIns, TierCopies, hbm_of, plain_rates
+
+        assert self._geometry is not None
+        sizes = self.sizes
+        self.plain = plain_rates(hbm_of(self.worker), sizes.plain_bytes)
+        # It takes its blocks now, while there is no history.
+        self._copies = TierCopies(self.worker, self._geometry, sizes.batch, sizes.batches)
+        yield from self._copies.fill()
+        prompts = [self._prompt(sizes.history_tokens) for _ in range(sizes.histories)]
         for number, prompt in enumerate(prompts):
-            self._start(f"history {number}", prompt, 1)
+            self._ask(f"history {number}", prompt, 1)
             while self._running:
                 yield
-        yield from copies.fill()
-        self.plain = plain_copies(self.worker, options.plain_mb << 20)
-        for number in range(options.requests):
-            self._start(f"decode {number}", self._prompt(options.prompt), options.answer)
-        yield from self._steps(Phase("warm-up"), Idle(), options.warm_up)
-        for _ in range(options.rounds):
-            for variant in options.variants:
-                yield from self._phase("nothing", Idle())
-                yield from self._phase(variant, _mover(variant, copies, pressure))
-        yield from self._phase("nothing", Idle())
-        yield from self._finish(copies)
+        self._swaps = SwapIns(self.worker, prompts, sizes.every)
 
-    def _movers(self, prompts: list[list[int]]) -> tuple[Copies, Pressure]:
-        from memserve.ops.blocks import block_ops
-        from memserve.workers.copies import BlockCopies
-        from memserve.workers.dram import DramTier
-        from memserve.workers.hostmemory import HostMemory
-
-        assert self.geometry is not None
-        hbm, loop = self.worker._host.tensor, self.worker.loop
-        block_bytes, batch = self.geometry.block_bytes, self._options.batch
-        block_ids = loop._mempool.alloc_mem(2 * OUTSTANDING * batch, "bench")
-        memory = HostMemory((OUTSTANDING + 2) * batch * block_bytes, pin=hbm.is_cuda)
-        ops = block_ops(hbm.device)
-        tier = DramTier(BlockCopies(self.geometry, hbm, memory, ops, time.monotonic))
-        self._tier = tier
-        pressure = Pressure(loop._swaps, loop._mempool, prompts, block_bytes)
-        return Copies(tier, block_ids, batch), pressure
-
-    def _phase(self, variant: str, mover: Mover) -> Iterator[None]:
-        phase = Phase(variant)
-        try:
-            yield from self._steps(phase, mover, self._options.steps)
-        except Exception as error:  # noqa: BLE001 -- the next variant may work
-            traceback.print_exc()
-            phase.error = f"{type(error).__name__}: {error}"
-        self.phases.append(phase)
-
-    def _steps(self, phase: Phase, mover: Mover, count: int) -> Iterator[None]:
-        """Decode so many steps, and measure them; what is still moving then ends unmeasured."""
-        yield from self._until_tokens(mover)
-        began = last = time.perf_counter()
-        for _ in range(count):
-            yield from self._until_tokens(mover)
-            now = time.perf_counter()
-            phase.longest_s = max(phase.longest_s, now - last)
-            last = now
-        phase.tpot_s = (last - began) / count
-        mover.end(phase)
-        while mover.is_active:
-            mover.turn()
-            yield
-
-    def _until_tokens(self, mover: Mover) -> Iterator[None]:
-        self._has_tokens = self._has_started = False
-        while not self._has_tokens or self._has_started:
-            if not any(name.startswith("decode") for name in self._running):
-                raise RuntimeError("the requests have ended: --answer is too small")
-            self._has_tokens = self._has_started = False
-            mover.turn()
-            yield
-
-    def _finish(self, copies: Copies) -> Iterator[None]:
+    def _finish(self) -> Iterator[None]:
         for name in sorted(self._running):
-            self._commands.append(Abort(epoch=1, request_id=RequestId(name)))
-        self._running.clear()
+            self.forget(name)
         yield
-        self.worker.loop._mempool.free_all("bench")
-        self._tier.close()
-        self._commands.append(Audit(epoch=1, audit_id=1))
+        self._copies.close()
+        self.audit()
         while self.problems is None:
             yield
         self.worker.loop.stop()
 
-    def _prompt(self, length: int) -> list[int]:
-        return [self._rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(length)]
+    # ── a phase ───────────────────────────────────────────────────────────────────────────────
 
-    def _start(self, name: str, prompt: list[int], max_tokens: int) -> None:
-        self._running.add(name)
-        self._commands.append(
-            Prefill(
-                epoch=1,
-                request_id=RequestId(name),
-                attempt=1,
-                request=greedy_request(max_tokens),
-                known_tokens=0,
-                token_ids=prompt,
-                whole=True,
-                hold=False,
-                is_private=False,
-            )
+    def _phase(self, variant: str, *, decodes: bool = True) -> Iterator[None]:
+        """What is still moving at its end is waited for, and counts in no phase."""
+        phase = Phase(variant, decodes)
+        mover = self._mover(variant)
+        try:
+            yield from self._measure(phase, mover)
+        except Exception as error:  # noqa: BLE001 -- the next variant may work
+            traceback.print_exc()
+            phase.error = f"{type(error).__name__}: {error}"
+        self.phases.append(phase)
+        mover.stop()
+        while mover.is_active:
+            mover.turn()
+            yield
+
+    def _mover(self, variant: str) -> Mover:
+        if variant == SWAPPING:
+            return self._swaps.begin()
+        return self._copies.begin(variant)
+
+    def _measure(self, phase: Phase, mover: Mover) -> Iterator[None]:
+        for _ in range(self.sizes.lead):
+            yield from self._step(phase, mover)
+        lost, (out_bytes, in_bytes) = self._swaps.lost_blocks, self._moved()
+        began = last = time.perf_counter()
+        for _ in range(self.sizes.steps if phase.decodes else self.sizes.idle_turns):
+            yield from self._step(phase, mover)
+            now = time.perf_counter()
+            phase.longest_s = max(phase.longest_s, now - last)
+            phase.moving_steps += mover.is_active
+            phase.steps += 1
+            last = now
+        phase.seconds = last - began
+        phase.lost_blocks = self._swaps.lost_blocks - lost
+        ended_out, ended_in = self._moved()
+        phase.out_bytes, phase.in_bytes = ended_out - out_bytes, ended_in - in_bytes
+
+    def _step(self, phase: Phase, mover: Mover) -> Iterator[None]:
+        """Until the engine has given tokens; without requests, one turn of its loop."""
+        self._has_tokens = False
+        while True:
+            if phase.decodes and not self._running:
+                raise RuntimeError("the requests have ended")
+            mover.turn()
+            yield
+            if self._has_tokens or not phase.decodes:
+                return
+
+    def _moved(self) -> tuple[int, int]:
+        """Bytes out and in since the start, by the bench's tier and by the instance's."""
+        assert self._geometry is not None
+        copies, stats = self._copies.moved, self.worker.loop.stats()
+        block_bytes = self._geometry.block_bytes
+        return (
+            copies["out"] + stats.swapped_out_blocks * block_bytes,
+            copies["in"] + stats.swapped_in_blocks * block_bytes,
         )
 
+    def _prompt(self, length: int) -> list[int]:
+        return [self._rng.randrange(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(length)]
 
-def _mover(variant: str, copies: Copies, pressure: Pressure) -> Mover:
-    if variant == "pressure":
-        return pressure.begin()
-    return copies.begin(*(("out", "in") if variant == "both" else (variant,)))
+    def _ask(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        self._running.add(name)
+        self.start(name, prompt, max_tokens)
 
 
-def plain_copies(worker: Any, size_bytes: int) -> dict[str, float]:
-    """Bytes a second of contiguous copies, with nothing else to do; `both`: of each direction."""
-    import torch
+# ── what it makes of them ─────────────────────────────────────────────────────────────────────
 
-    hbm = worker._host.tensor
-    size_bytes = min(size_bytes, hbm.numel() // 2)
-    near, far = hbm[:size_bytes].clone(), hbm[:size_bytes].clone()  # the engine's KV stays as it is
-    host = [torch.empty(size_bytes, dtype=hbm.dtype, pin_memory=hbm.is_cuda) for _ in range(2)]
-    streams = [torch.cuda.Stream(hbm.device) for _ in range(2)] if hbm.is_cuda else [None, None]
 
-    def rate(*directions: str) -> float:
-        best = float("inf")
-        for _ in range(4):
-            began = time.perf_counter()
-            for direction, stream in zip(directions, streams, strict=False):
-                with torch.cuda.stream(stream):
-                    if direction == "out":
-                        host[0].copy_(near, non_blocking=True)
-                    else:
-                        far.copy_(host[1], non_blocking=True)
-            if hbm.is_cuda:
-                torch.cuda.synchronize(hbm.device)
-            best = min(best, time.perf_counter() - began)
-        return size_bytes / best
+def summary(
+    phases: Sequence[Phase], plain: Mapping[str, float]
+) -> tuple[dict[str, Scalar], list[dict[str, Scalar]]]:
+    """Figures to quote, and a row for each variant, without requests (`alone`) and with."""
+    metrics: dict[str, Scalar] = {f"plain_{k}_GB_per_s": v / 1e9 for k, v in plain.items()}
+    groups: dict[str, list[int]] = {}
+    for number, phase in enumerate(phases):
+        if not phase.error:
+            name = phase.variant if phase.decodes else f"{phase.variant} alone"
+            groups.setdefault(name, []).append(number)
+    rows: list[dict[str, Scalar]] = []
+    for name, numbers in groups.items():
+        found = _figures([phases[n] for n in numbers], plain)
+        ratios = [r for n in numbers if (r := tpot_ratio(phases, n)) is not None]
+        if ratios:
+            found["tpot_ratio"] = statistics.median(ratios)
+            found |= {"tpot_ratio_least": min(ratios), "tpot_ratio_most": max(ratios)}
+        metrics |= {f"{name}: {key}": value for key, value in found.items()}
+        rows.append(
+            {
+                "variant": name,
+                "tpot": found.get("tpot_ratio"),
+                "out GB/s": f"{found['out_GB_per_s']:.2f} ({found['out_of_plain']:.3f})",
+                "in GB/s": f"{found['in_GB_per_s']:.2f} ({found['in_of_plain']:.3f})",
+                "GB": found["moved_GB"],
+                "moving": found["moving"],
+                "lost": found["lost_blocks"],
+            }
+        )
+    return metrics, rows
 
-    with torch.inference_mode():
-        return {"out": rate("out"), "in": rate("in"), "both": rate("out", "in")}
+
+def tpot_ratio(phases: Sequence[Phase], number: int) -> float | None:
+    """Of the phase to the quiet ones before and after it; None: it has no such, or they failed."""
+    around = [phases[n] for n in (number - 1, number + 1) if 0 <= n < len(phases)]
+    if len(around) < 2 or any(p.variant != NOTHING or p.error for p in around):
+        return None
+    return phases[number].tpot_s / statistics.mean(p.tpot_s for p in around)
+
+
+def _figures(phases: Sequence[Phase], plain: Mapping[str, float]) -> dict[str, Any]:
+    """Of one variant: medians, and what all of its phases moved."""
+    is_both = phases[0].variant == "both"
+    figures: dict[str, Any] = {}
+    for way in ("out", "in"):
+        rate = statistics.median(getattr(p, f"{way}_bytes") / p.seconds for p in phases)
+        figures[f"{way}_GB_per_s"] = rate / 1e9
+        figures[f"{way}_of_plain"] = rate / plain["both" if is_both else way]
+    figures["moved_GB"] = sum(p.out_bytes + p.in_bytes for p in phases) / 1e9
+    figures["moving"] = sum(p.moving_steps for p in phases) / sum(p.steps for p in phases)
+    figures["lost_blocks"] = sum(p.lost_blocks for p in phases)
+    if phases[0].decodes:
+        figures["tpot_ms"] = statistics.median(p.tpot_s for p in phases) * 1e3
+        figures["longest_step_to_tpot"] = statistics.median(p.longest_s / p.tpot_s for p in phases)
+    return figures
 
 
 # ── the run ───────────────────────────────────────────────────────────────────────────────────
 
 
-def serve(options: argparse.Namespace) -> Driver:
-    """Everything happens in this process."""
-    set_engine_environment(os.environ, num_threads=options.threads, log_level="warning")
-    import torch
-
-    from memserve.workers.main import Worker
-
-    torch.set_num_threads(options.threads)
-    is_cuda = options.device == "cuda"
+def run(script: Script, options: argparse.Namespace) -> str:
+    """Serve in this process. Returns what ended it too early, or nothing."""
+    sizes, is_cuda = script.sizes, options.device == "cuda"
     model = options.model or str(resolve_model("smollm2-135m-instruct"))
-    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    shape = ModelShape.from_config(config, 2 if is_cuda else 4)
-    block_bytes = shape.kv_bytes_per_token * options.block_size
-    hbm_blocks, dram_blocks, longest = sizes(options)
+    dtype = "bfloat16" if is_cuda else "float32"
     engine: dict[str, Any] = {
-        "dtype": "bfloat16" if is_cuda else "float32",
-        "max_model_len": longest,
-        "block_size": options.block_size,
+        "dtype": dtype,
+        "max_model_len": sizes.longest,
+        "block_size": sizes.block_size,
         "load_format": options.load_format,
+        "enforce_eager": options.eager or not is_cuda,
     }
-    if options.eager or not is_cuda:
-        engine["enforce_eager"] = True
-    driver = Driver(options)
-    with tempfile.TemporaryDirectory(prefix="memserve-bench-") as run_dir:
-        spec = WorkerSpec(
-            instance=InstanceId("PD0"),
-            epoch=1,
-            role=Role.COLOCATED,
-            hub_address="",
-            run_dir=run_dir,
-            log_path="",
+    try:
+        serve(
+            script,
             model=model,
-            engine=engine,
-            kv_bytes=(hbm_blocks + 1) * block_bytes,
-            dram_bytes=dram_blocks * block_bytes,
-            profile=built_in(
-                ModelShape.from_config(config),
-                torch.cuda.get_device_name() if is_cuda else "cpu",
-            ),
-            num_threads=options.threads,
             device=options.device,
+            engine=engine,
+            block_bytes=shape_of(model, dtype).kv_bytes_per_token * sizes.block_size,
+            hbm_blocks=sizes.hbm_blocks,
+            dram_blocks=sizes.dram_blocks,
         )
-        driver.worker = Worker(spec, driver)  # type: ignore[arg-type]
-        try:
-            driver.worker.run()
-        except TimeoutError as error:
-            print(f"FAULT {error}: what was measured until then")
-    return driver
-
-
-def sizes(options: argparse.Namespace) -> tuple[int, int, int]:
-    """Blocks of HBM and of DRAM, and the longest request in tokens.
-
-    HBM has room for half of the histories, when the requests that decode have become as long as
-    they can, and DRAM for three quarters.
-    """
-    size = options.block_size
-    decode = options.requests * -(-(options.prompt + options.answer) // size)
-    histories = options.histories * (options.history_tokens // size)
-    moved = 2 * OUTSTANDING * options.batch
-    longest = max(options.prompt + options.answer, options.history_tokens) + size
-    return decode + moved + histories // 2 + options.batch, histories * 3 // 4, longest
-
-
-def summary(driver: Driver) -> tuple[dict[str, Scalar], list[dict[str, Scalar]]]:
-    """Figures to quote, and a row for each variant."""
-    phases, plain = driver.phases, driver.plain
-    nothing = [p.tpot_s for p in phases if p.variant == "nothing" and not p.error]
-    metrics: dict[str, Scalar] = {
-        "tpot_without_ms": statistics.median(nothing) * 1e3,
-        "plain_out_GB_per_s": plain["out"] / 1e9,
-        "plain_in_GB_per_s": plain["in"] / 1e9,
-        "plain_both_GB_per_s": plain["both"] / 1e9,
-        "audit_problems": len(driver.problems or []),
-    }
-    rows: list[dict[str, Scalar]] = []
-    for variant in VARIANTS:
-        found = [
-            n
-            for n in range(1, len(phases) - 1)
-            if phases[n].variant == variant and not any(p.error for p in phases[n - 1 : n + 2])
-        ]
-        if not found:
-            continue
-        ratios = [
-            2 * phases[n].tpot_s / (phases[n - 1].tpot_s + phases[n + 1].tpot_s) for n in found
-        ]
-        out = statistics.median(phases[n].out_bytes_per_s for n in found)
-        into = statistics.median(phases[n].in_bytes_per_s for n in found)
-        longest = statistics.median(phases[n].longest_s / phases[n].tpot_s for n in found)
-        key = "both" if variant == "both" else ""
-        row: dict[str, Scalar] = {
-            "variant": variant,
-            "tpot ratio": round(statistics.median(ratios), 4),
-            "least, most": f"{min(ratios):.3f}, {max(ratios):.3f}",
-            "longest step / tpot": round(longest, 2),
-            "out GB/s": round(out / 1e9, 2),
-            "of plain out": round(out / plain[key or "out"], 3),
-            "in GB/s": round(into / 1e9, 2),
-            "of plain in": round(into / plain[key or "in"], 3),
-            "lost": sum(phases[n].lost for n in found),
-        }
-        rows.append(row)
-        metrics |= {f"{variant}: {name}": v for name, v in row.items() if name != "variant"}
-    return metrics, rows
+    except Exception as error:  # noqa: BLE001 -- what was measured until now is kept
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def main() -> None:
-    options = _options()
-    driver = serve(options)
-    metrics, rows = summary(driver)
-    settings = {k: str(v) for k, v in vars(options).items() if k != "out"}
-    publish(
-        "swap_vs_tpot",
-        settings=settings | {"model": Path(options.model).name or "bundled"},
-        metrics=metrics,
-        raw={
-            "phases": [msgspec.to_builtins(phase) for phase in driver.phases],
-            "plain": driver.plain,
-            "problems": driver.problems,
-        },
-        rows=rows,
-        out=options.out,
-    )
-    print(
-        f"TPOT without swapping: {metrics['tpot_without_ms']:.3f} ms; plain copies: {driver.plain}"
-    )
-    for phase in driver.phases:
-        if phase.error:
-            print(f"FAULT {phase.variant}: {phase.error}")
-    for problem in driver.problems or []:
-        print(f"FAULT audit: {problem}")
-
-
-def _options() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--model", default="", help="a folder; default: the bundled model")
     made.add_argument("--load-format", default="auto")
     made.add_argument("--eager", action="store_true", help="neither compile nor graphs")
-    made.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    for name, meaning in MEANINGS.items():
-        made.add_argument(f"--{name.replace('_', '-')}", type=int, help=meaning)
+    made.add_argument("--rounds", type=int, help="default: 3 on a GPU, else 1")
     made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--max-seconds", type=float, default=300.0)
-    device = made.parse_known_args()[0].device
-    made.set_defaults(**dict(zip(MEANINGS, SIZES[device], strict=True)))
-    options: argparse.Namespace = made.parse_args()
-    return options
+    made.add_argument(
+        "--max-seconds", type=float, default=300.0, help="of measuring: then no more phases"
+    )
+    options = made.parse_args()
+    sizes = Sizes() if options.device == "cuda" else ON_CPU
+    if options.rounds is not None:
+        sizes = msgspec.structs.replace(sizes, rounds=options.rounds)
+    script = Script(sizes, options.seed, options.max_seconds)
+    faults = [run(script, options)]
+    faults += [f"{phase.variant}: {phase.error}" for phase in script.phases if phase.error]
+    faults += script.problems or []
+    metrics, rows = summary(script.phases, script.plain)
+    publish(
+        "swap_vs_tpot",
+        settings={
+            **{k: v for k, v in vars(options).items() if k != "out"},
+            "model": Path(options.model).name or "bundled",
+            "sizes": msgspec.to_builtins(sizes),
+        },
+        metrics=metrics,
+        raw={
+            "phases": [msgspec.to_builtins(phase) for phase in script.phases],
+            "plain": script.plain,
+            "problems": script.problems,
+        },
+        rows=rows,
+        out=options.out,
+    )
+    print(
+        "tpot: against the phases of nothing around; GB/s: (of the plain copy's, in this process:",
+        ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in script.plain.items()) + ");",
+        "GB: moved while it was measured; moving: share of steps at whose end some was on its way",
+    )
+    if faults := [fault for fault in faults if fault]:
+        sys.exit("\n".join(f"FAULT {fault}" for fault in faults))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ A turn of the engine's loop counts as decoding if no request was started in it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -40,18 +39,13 @@ from typing import Any
 
 import msgspec
 
+from bench._instance import Hub, serve, shape_of
 from bench._report import Scalar, parser, publish
 from bench.gpu_tp import pad_heads
-from memserve.core.cost_model import built_in
-from memserve.core.profile import LinkFit, ModelShape
 from memserve.messages import (
-    Abort,
-    AnyCommand,
     AnyEvent,
-    Audit,
     Audited,
     Finished,
-    Prefill,
     Ready,
     Rejected,
     Started,
@@ -62,9 +56,6 @@ from memserve.models import resolve_model
 from memserve.simulator.datasets import read
 from memserve.simulator.synthetic import Shape, sessions
 from memserve.simulator.workload import Call, Literal, Piece, tokens_of
-from memserve.types import InstanceId, RequestId, Role
-from memserve.workers.environment import set_engine_environment
-from memserve.workers.spec import WorkerSpec
 
 SHAPES = {
     "chat": Shape(system_tokens=20, turns=4, user_tokens=56, reply_tokens=16),
@@ -176,16 +167,16 @@ def working_set(calls: Sequence[Call], block_size: int) -> int:
 # ── the child: one engine, one load ───────────────────────────────────────────────────────────
 
 
-class Driver:
-    """The worker's channel: sends the calls, a few at a time, and keeps what comes back."""
+class Driver(Hub):
+    """Sends the calls, a few at a time, and keeps what comes back."""
 
     def __init__(self, job: Job) -> None:
+        super().__init__()
         self._job = job
         self._queue = deque(enumerate(job.requests))
         self._generated: dict[int, list[int]] = {}
         """Key of a reply → what the engine generated for it."""
         self._running: dict[str, tuple[int, Request]] = {}
-        self._commands: deque[AnyCommand] = deque()
         self._outputs: dict[int, list[int]] = {}
         self._prompts: dict[int, int] = {}
         self._cached: dict[int, int] = {}
@@ -194,13 +185,9 @@ class Driver:
         self._last_swaps = 0
         self._turns: list[tuple[float, float, bool]] = []
         self._began = time.perf_counter()
-        self.worker: Any = None
         self.audited: Audited | None = None
-        self.failure: str | None = None
 
-    # What the worker calls.
-
-    def send(self, event: AnyEvent) -> None:
+    def on_event(self, event: AnyEvent) -> None:
         match event:
             case Ready():
                 self._began = time.perf_counter()
@@ -217,31 +204,38 @@ class Driver:
             case Finished():
                 index, request = self._running.pop(event.request_id)
                 self._generated[request.reply] = self._outputs[index]
-                self._commands.append(Abort(epoch=1, request_id=event.request_id))
+                self.forget(event.request_id)
             case Audited():
                 self.audited = event
                 self.worker.loop.stop()
             case _:
                 pass
 
-    def wait(self, timeout_s: float) -> None:
+    def on_turn(self) -> None:
         self._end_turn()
         if time.perf_counter() - self._began > _DEADLINE_S:
             raise TimeoutError(f"the load did not end within {_DEADLINE_S:g} s")
         self._fill()
-        if not self._commands and timeout_s > 0.0:
-            time.sleep(min(timeout_s, 0.001))
+
+    def on_turn_begins(self) -> None:
         self._turn_began, self._cpu_began = time.perf_counter(), time.thread_time()
         self._has_started = self._has_tokens = False
 
-    def receive(self) -> AnyCommand | None:
-        return self._commands.popleft() if self._commands else None
-
-    def wake_on(self, fd: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def serve(self) -> None:
+        """Run the load in this process."""
+        job = self._job
+        serve(
+            self,
+            model=job.model,
+            device=job.device,
+            engine=job.engine,
+            block_bytes=job.block_bytes,
+            hbm_blocks=job.hbm_blocks,
+            dram_blocks=job.dram_blocks,
+            tp=job.tp,
+            always_swaps=job.always_swaps,
+            num_threads=job.num_threads,
+        )
 
     def answer(self) -> Answer:
         assert self.audited is not None
@@ -262,8 +256,6 @@ class Driver:
     def _end_turn(self) -> None:
         seconds = time.perf_counter() - self._turn_began
         cpu_s = time.thread_time() - self._cpu_began
-        if self.worker is None:
-            return
         stats = self.worker.loop.stats()
         swaps = stats.swapped_out_blocks + stats.swapped_in_blocks
         if self._has_tokens and not self._has_started:
@@ -282,93 +274,17 @@ class Driver:
             busy.add(request.session)
             self._send(index, request)
         self._queue.extendleft(reversed(skipped))
-        if not self._queue and not self._running and not self._commands and not self.audited:
-            self._commands.append(Audit(epoch=1, audit_id=1))
+        if not self._queue and not self._running and not self.has_commands and not self.audited:
+            self.audit()
 
     def _send(self, index: int, request: Request) -> None:
         tokens: list[int] = []
         for key, recorded in request.prompt:
             tokens += recorded if key is None else self._generated.get(key, recorded)
         self._prompts[index] = len(tokens)
-        request_id = RequestId(f"call {index}")
-        self._running[request_id] = (index, request)
-        self._commands.append(
-            Prefill(
-                epoch=1,
-                request_id=request_id,
-                attempt=1,
-                request=greedy_request(request.reply_tokens),
-                known_tokens=0,
-                token_ids=tokens,
-                whole=True,
-                hold=False,
-                is_private=not self._job.is_cached,
-            )
-        )
-
-
-def greedy_request(max_tokens: int) -> bytes:
-    """What a worker is asked: greedy, and exactly so long."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.serial_utils import MsgpackEncoder
-
-    request = EngineCoreRequest(
-        request_id="",
-        prompt_token_ids=[],
-        mm_features=None,
-        sampling_params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
-    return bytes(MsgpackEncoder(size_threshold=sys.maxsize).encode(request)[0])
-
-
-def serve(job: Job) -> Answer:
-    """Run one variant in this process."""
-    set_engine_environment(os.environ, num_threads=job.num_threads, log_level="warning")
-    import torch
-    from vllm.platforms import current_platform
-
-    from memserve.workers.main import Worker
-
-    torch.set_num_threads(job.num_threads)
-    config = json.loads((Path(job.model) / "config.json").read_text(encoding="utf-8"))
-    # Not torch: ranks cannot be forked from a process that has initialised CUDA.
-    device = current_platform.get_device_name() if job.device == "cuda" else "cpu"
-    profile = built_in(ModelShape.from_config(config), device)
-    if job.always_swaps:
-        profile = msgspec.structs.replace(
-            profile,
-            links={**profile.links, "dram": LinkFit(0.0, 1e18)},
-            step=msgspec.structs.replace(profile.step, floor_s=0.0),
-        )
-    driver = Driver(job)
-    with tempfile.TemporaryDirectory(prefix="memserve-bench-") as run_dir:
-        spec = WorkerSpec(
-            instance=InstanceId("PD0"),
-            epoch=1,
-            role=Role.COLOCATED,
-            hub_address="",
-            run_dir=run_dir,
-            log_path="",
-            model=job.model,
-            engine=job.engine,
-            # One block more: vLLM keeps one as its null block.
-            kv_bytes=(job.hbm_blocks + 1) * job.block_bytes,
-            dram_bytes=job.dram_blocks * job.block_bytes,
-            profile=profile,
-            num_threads=job.num_threads,
-            device=job.device,
-            tp=job.tp,
-        )
-        worker = Worker(spec, driver)  # type: ignore[arg-type]
-        driver.worker = worker
-        worker.run()
-    return driver.answer()
+        name = f"call {index}"
+        self._running[name] = (index, request)
+        self.start(name, tokens, request.reply_tokens, is_private=not self._job.is_cached)
 
 
 # ── the parent ────────────────────────────────────────────────────────────────────────────────
@@ -395,7 +311,7 @@ def measure(load: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
     longest = -(-max(call.total_tokens for call in calls) // options.block_size)
     hbm = max(total // 3, longest + 1)
     model = Path(options.model or resolve_model("smollm2-135m-instruct"))
-    shape = _shape_of(model, options)
+    shape = shape_of(str(model), options.dtype)
     engine: dict[str, Any] = {
         "dtype": options.dtype,
         "max_model_len": longest * options.block_size,
@@ -410,7 +326,7 @@ def measure(load: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
         if shape.num_kv_heads % options.tp:
             source, model = model, Path(folder) / "padded"
             pad_heads(source, model, -(-shape.num_kv_heads // options.tp) * options.tp)
-            shape = _shape_of(model, options)
+            shape = shape_of(str(model), options.dtype)
         for variant in options.variants:
             answers[variant] = run_child(
                 Job(
@@ -430,11 +346,6 @@ def measure(load: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
                 Path(folder),
             )
     return sizes, answers
-
-
-def _shape_of(model: Path, options: argparse.Namespace) -> ModelShape:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return ModelShape.from_config(config, 4 if options.dtype == "float32" else 2)
 
 
 def summary(answers: dict[str, Answer], *, by_cpu_time: bool) -> dict[str, Scalar]:
@@ -525,8 +436,9 @@ def main() -> None:
     options = arguments.parse_args()
     if options.child is not None:
         asked, answered = options.child
-        answer = serve(msgspec.json.decode(asked.read_bytes(), type=Job))
-        answered.write_bytes(msgspec.json.encode(answer))
+        driver = Driver(msgspec.json.decode(asked.read_bytes(), type=Job))
+        driver.serve()
+        answered.write_bytes(msgspec.json.encode(driver.answer()))
         return
     options.variants = options.variants.split(",")
     if wrong := [variant for variant in options.variants if variant not in VARIANTS]:

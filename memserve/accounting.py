@@ -6,6 +6,8 @@ the request's lifecycle, so no path through it can leave a charge behind.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter
 from collections.abc import KeysView, Mapping
 
@@ -13,6 +15,7 @@ import msgspec
 import numpy as np
 
 from memserve.core.cost_model import CostModel
+from memserve.core.hearing import Hearing
 from memserve.core.lifecycle import Phase, RequestLifecycle
 from memserve.core.loads import Loads, Share
 from memserve.core.pending import Pending
@@ -20,6 +23,8 @@ from memserve.core.vocabulary import Seat
 from memserve.messages import AnyCommand, Cancel, Sent, Transmit, TransmitFailed
 from memserve.status import Counters, LinkStatus
 from memserve.types import InstanceId, RequestId, Role, TransferId
+
+logger = logging.getLogger(__name__)
 
 _EXPECTED_TOKENS = 128
 _FIRST_PHASES = (Phase.FETCH, Phase.PREFILL)
@@ -53,14 +58,18 @@ class Members:
         max_running: int,
         max_queued_s: float,
         tp_of: Mapping[InstanceId, int] | None = None,
+        silence_s: float = math.inf,
     ) -> None:
-        """`tp_of`: as in `Loads`."""
+        """`tp_of`: as in `Loads`; `silence_s`: as in `Hearing`."""
         self.loads = Loads(roles, cost, tp_of)
         """For the policy to read."""
         self.pending = Pending(list(roles))
         """Prompts that were placed, and are not computed yet."""
         self._max_running = max_running
         self._max_queued_s = max_queued_s
+        self._hearing = Hearing(silence_s)
+        self._silent: set[InstanceId] = set()
+        self._num_there: Counter[Role] = Counter()
         self._num_free: Counter[Role] = Counter()
         self.num_changes = 0
         """Of the instances and of what they have to do."""
@@ -82,6 +91,11 @@ class Members:
         return self._members[instance].seat
 
     @property
+    def roles(self) -> set[Role]:
+        """Roles with an instance that is ready, and not silent."""
+        return {role for role, count in self._num_there.items() if count}
+
+    @property
     def free_roles(self) -> set[Role]:
         """Roles with an instance that is open; one that computes prompts must not be busy."""
         return {role for role, count in self._num_free.items() if count}
@@ -91,9 +105,12 @@ class Members:
         """Whether an instance is busy, or fetches: requests may wait for it by choice."""
         return bool(self.loads.is_busy.any() or self.loads.num_fetching.any())
 
-    def add(self, seat: Seat, role: Role) -> None:
+    def add(self, seat: Seat, role: Role, now: float) -> None:
+        """A new life is ready."""
         self._members[seat.instance] = _Member(seat, role)
+        self._hearing.heard(seat.instance, now)
         self.loads.start(seat.instance)
+        self._num_there[role] += 1
         self._num_free[role] += 1
         self.num_changes += 1
 
@@ -101,11 +118,39 @@ class Members:
         """This life is over; one that is no member is ignored."""
         if seat not in self:
             return
+        self._hearing.forget(seat.instance)
         member = self._members.pop(seat.instance)
+        self._num_there[member.role] -= seat.instance not in self._silent
         self._num_free[member.role] -= self._is_free(seat.instance, member.role)
+        self._silent.discard(seat.instance)
         self.num_changes += 1
         self._alone.pop(seat, None)
         self.loads.end(seat.instance)
+
+    def heard(self, instance: InstanceId, now: float) -> None:
+        """It gave a sign. One that is not ready yet is ignored."""
+        if instance in self._members:
+            self._hearing.heard(instance, now)
+        if instance in self._silent:
+            self._set_silent(instance, False)
+
+    def silent(self, now: float) -> list[Seat]:
+        """Those from which nothing is heard. Mutates: they are not there until they are heard."""
+        silent = self._hearing.silent(self.loads.longest_step_s, now)
+        for instance in silent:
+            if instance not in self._silent:
+                self._set_silent(instance, True)
+        return [self.seat(instance) for instance in silent]
+
+    def _set_silent(self, instance: InstanceId, is_silent: bool) -> None:
+        role, slot = self._members[instance].role, self.loads.slots[instance]
+        was_free = self._is_free(instance, role)
+        (self._silent.add if is_silent else self._silent.discard)(instance)
+        self.loads.is_silent[slot] = is_silent
+        logger.warning("%s %s", instance, "is silent: it may hang" if is_silent else "is back")
+        self._num_there[role] += -1 if is_silent else 1
+        self._num_free[role] += self._is_free(instance, role) - was_free
+        self.num_changes += 1
 
     def charge(
         self, lifecycle: RequestLifecycle, missing_tokens: int, prefill_s: float, now: float
@@ -192,11 +237,15 @@ class Members:
         assert (fetching == loads.num_fetching).all()
         num_free = Counter(m.role for id, m in self._members.items() if self._is_free(id, m.role))
         assert +self._num_free == num_free
+        assert self.roles == loads.roles_there()
+        silent = self._silent
+        assert self.roles == {m.role for id, m in self._members.items() if id not in silent}
+        assert self._silent <= self._members.keys()
 
     def _is_free(self, instance: InstanceId, role: Role) -> bool:
         slot = self.loads.slots[instance]
         is_busy = self.loads.is_busy[slot] and role is not Role.DECODE
-        return bool(self.loads.is_open[slot] and not is_busy)
+        return bool(self.loads.is_open[slot] and not is_busy and instance not in self._silent)
 
     def _reckon(self, instance: InstanceId) -> None:
         """See whether it is open and busy, still or again."""
@@ -289,7 +338,7 @@ class Traffic:
         if under_way is None or under_way.source != source or under_way.is_cancelled:
             return
         under_way.is_cancelled = True
-        self._loads.add_silent(source, 1)
+        self._loads.add_owed(source, 1)
 
     def answered(self, event: Sent | TransmitFailed) -> None:
         """Its answer came."""
@@ -312,7 +361,7 @@ class Traffic:
     def _end(self, transfer_id: TransferId) -> _LinkTotals:
         under_way = self._open.pop(transfer_id)
         self._loads.add_transfer(under_way.source, under_way.target, -under_way.size_bytes)
-        self._loads.add_silent(under_way.source, -under_way.is_cancelled)
+        self._loads.add_owed(under_way.source, -under_way.is_cancelled)
         return under_way.link
 
     def statuses(self, kinds: Mapping[tuple[InstanceId, InstanceId], str]) -> list[LinkStatus]:

@@ -16,10 +16,7 @@ and blocks that it might have written can be freed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import select
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,12 +24,12 @@ from typing import Protocol
 
 import msgspec
 
+from memserve.audits import Audits
 from memserve.core.vocabulary import Seat
 from memserve.errors import ProtocolError, StartError
 from memserve.messages import (
     PROTOCOL_VERSION,
     AnyCommand,
-    Audit,
     Audited,
     Heartbeat,
     LinkReady,
@@ -45,14 +42,8 @@ from memserve.messages import (
 )
 from memserve.status import AuditReport, InstanceStatus
 from memserve.types import InstanceId, InstanceState, Role
-from memserve.workers.spec import (
-    Exited,
-    Fork,
-    Forked,
-    Imported,
-    WorkerSpec,
-)
-from memserve.zygote_process import STOP_GRACE_S, Zygote, log_tail
+from memserve.workers.spec import Exited, Fork, Forked, Imported, WorkerSpec
+from memserve.zygote_process import STOP_GRACE_S, WorkerProcess, Zygote, log_tail
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +81,7 @@ class _Instance(msgspec.Struct):
     role: Role
     state: InstanceState = InstanceState.LOST
     epoch: int = 0
-    pid: int | None = None
-    pidfd: int | None = None
+    process: WorkerProcess | None = None
     started_at: float = 0.0
     last_seen: float = 0.0
     ready: Ready | None = None
@@ -109,6 +99,16 @@ class _Instance(msgspec.Struct):
     @property
     def is_up(self) -> bool:
         return self.ready is not None
+
+    def kill(self) -> None:
+        """Have its end reported soon; nothing, while it is being forked."""
+        if self.process is not None:
+            self.process.kill()
+
+    def forget_process(self) -> None:
+        if self.process is not None:
+            self.process.close()
+        self.process = self.ready = self.stats = None
 
 
 class ClusterManager:
@@ -138,8 +138,7 @@ class ClusterManager:
         self._zygote = Zygote(run_dir, environment)
         self._changed = asyncio.Event()
         self._link_kinds: dict[tuple[InstanceId, InstanceId], str] = {}
-        self._audits: dict[tuple[int, InstanceId], asyncio.Future[Audited]] = {}
-        self._next_audit = 0
+        self._audits = Audits(send, settings.audit_timeout_s)
         self._has_started = False
         self._is_stopping = False
 
@@ -182,7 +181,7 @@ class ClusterManager:
         instance.epoch += 1
         instance.state = InstanceState.STARTING
         instance.started_at = instance.last_seen = self._clock()
-        instance.ready = instance.stats = instance.pid = instance.error = None
+        instance.ready = instance.stats = instance.error = None
         spec = self._make_spec(instance.id, instance.role, instance.epoch)
         self._zygote.request(Fork(spec))
         self._watcher.instance(instance.id, "starting", instance.state)
@@ -221,14 +220,12 @@ class ClusterManager:
         logger.error("%s: %s; ending its process", instance.id, why)
         instance.error = why
         instance.last_seen = instance.started_at = self._clock()  # say it once per time-out
-        if instance.pidfd is not None:
-            _signal(instance.pidfd, signal.SIGKILL)
+        instance.kill()
 
     def _on_forked(self, notice: Forked) -> None:
         instance = self._instances[notice.instance]
         if notice.epoch == instance.epoch:
-            instance.pid = notice.pid
-            instance.pidfd = _open_pidfd(notice.pid)
+            instance.process = WorkerProcess(notice.pid)
 
     def on_event(
         self, seat: Seat, event: Ready | StartFailed | Heartbeat | LinkReady | Audited
@@ -246,14 +243,12 @@ class ClusterManager:
                 self._on_link_ready(instance, event)
             case Audited():
                 instance.stats = event.stats
-                waiter = self._audits.pop((event.audit_id, seat.instance), None)
-                if waiter is not None and not waiter.done():
-                    waiter.set_result(event)
+                self._audits.answered(event)
 
     def is_current(self, seat: Seat) -> bool:
         """Whether this life of the instance is the present one; notes that it gave a sign."""
         instance = self._instances.get(seat.instance)
-        if instance is None or instance.epoch != seat.epoch or instance.pid is None:
+        if instance is None or instance.epoch != seat.epoch or instance.process is None:
             return False
         instance.last_seen = self._clock()
         return True
@@ -334,7 +329,7 @@ class ClusterManager:
         was_up = instance.is_up
         if instance.error is None:
             instance.error = how if was_up else f"{how}{self._log_tail(instance)}"
-        self._forget_process(instance)
+        instance.forget_process()
         now = self._clock()
         window = now - self._settings.restart_window_s
         instance.lost_at = [at for at in instance.lost_at if at > window] + [now]
@@ -359,15 +354,9 @@ class ClusterManager:
             self._fork(instance)
         self._changed.set()
 
-    def _forget_process(self, instance: _Instance) -> None:
-        if instance.pidfd is not None:
-            os.close(instance.pidfd)
-        instance.pid = instance.pidfd = instance.ready = instance.stats = None
-
     def _drop_links(self, lost: _Instance) -> None:
         self._link_kinds = {k: v for k, v in self._link_kinds.items() if lost.id not in k}
-        for key in [key for key in self._audits if key[1] == lost.id]:
-            self._audits.pop(key).cancel()
+        self._audits.lost(lost.id)
         for instance in self._instances.values():
             instance.awaited_links = {k for k in instance.awaited_links if lost.id not in k}
             if instance is not lost:
@@ -388,9 +377,9 @@ class ClusterManager:
         await self._zygote.start()
         living = [i for i in self._instances.values() if i.state is not InstanceState.FAILED]
         for instance in living:
-            if instance.pidfd is not None:
-                _signal(instance.pidfd, signal.SIGKILL)
-                await asyncio.to_thread(_wait_pidfd, instance.pidfd, STOP_GRACE_S)
+            if instance.process is not None:
+                instance.kill()
+                await instance.process.wait(STOP_GRACE_S)
             self._on_lost(instance, "ended with the zygote")
 
     def _log_tail(self, instance: _Instance) -> str:
@@ -403,7 +392,7 @@ class ClusterManager:
         for instance in self._instances.values():
             if instance.is_up:
                 self._send(instance.seat, Stop(epoch=instance.epoch))
-        while any(i.pid is not None and i.is_up for i in self._instances.values()):
+        while any(i.process is not None and i.is_up for i in self._instances.values()):
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), max(0, deadline - self._clock()))
@@ -429,7 +418,7 @@ class ClusterManager:
             role=instance.role,
             state=instance.state,
             epoch=instance.epoch,
-            pid=instance.pid,
+            pid=None if instance.process is None else instance.process.pid,
             restarts=instance.restarts,
             stats=instance.stats,
             stats_age_s=self._clock() - instance.last_seen if instance.is_up else None,
@@ -441,22 +430,11 @@ class ClusterManager:
     async def audit(self) -> list[AuditReport]:
         """Ask every ready instance to check its pool; an instance that does not answer has that as
         its problem."""
-        self._next_audit += 1
-        asked: dict[InstanceId, asyncio.Future[Audited]] = {}
-        for instance in self._instances.values():
-            if instance.is_up:
-                asked[instance.id] = asyncio.get_running_loop().create_future()
-                self._audits[self._next_audit, instance.id] = asked[instance.id]
-                audit = Audit(epoch=instance.epoch, audit_id=self._next_audit)
-                self._send(instance.seat, audit)
-        if asked:
-            await asyncio.wait(asked.values(), timeout=self._settings.audit_timeout_s)
-        return [self._report(id, waiter) for id, waiter in asked.items()]
+        answers = await self._audits.ask(i.seat for i in self._instances.values() if i.is_up)
+        return [self._report(id, answer) for id, answer in answers.items()]
 
-    def _report(self, id: InstanceId, waiter: asyncio.Future[Audited]) -> AuditReport:
-        self._audits.pop((self._next_audit, id), None)
-        if waiter.done() and not waiter.cancelled():
-            answer = waiter.result()
+    def _report(self, id: InstanceId, answer: Audited | None) -> AuditReport:
+        if answer is not None:
             return AuditReport(id, answer.stats, answer.problems, answer.holders)
         problem = f"no answer within {self._settings.audit_timeout_s:g} s"
         return AuditReport(id, self._instances[id].stats, [problem], [])
@@ -467,20 +445,3 @@ def _describe(status: int) -> str:
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return f"ended with exit code {status}"
-
-
-def _open_pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:  # gone and reaped already; its exit is reported next
-        return None
-
-
-def _signal(pidfd: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, number)
-
-
-def _wait_pidfd(pidfd: int, timeout_s: float) -> None:
-    """Block until the process is gone (or the time is over)."""
-    select.select([pidfd], [], [], timeout_s)

@@ -116,6 +116,7 @@ class TransferConfig(msgspec.Struct, frozen=True):
     """`[transfer]`: how KV travels."""
 
     reservation_s: Seconds = 30.0
+    room_wait_s: Seconds = 300.0
     link: Literal["auto", "shm", "ipc", "nccl"] = "auto"
     """auto: the fastest that both ends have."""
     style: Literal["request", "discrete", "chunk", "layer"] = "request"

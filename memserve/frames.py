@@ -81,8 +81,21 @@ class FrameSocket:
         except OSError:
             self._outgoing.clear()  # what it said before it went may still be read
 
+    def receive(self) -> bytearray | None:
+        """The body of the next frame that has arrived. Raises: ProtocolError, as `next_frame`."""
+        if (body := self.next_frame()) is not None:
+            return body
+        self.flush()
+        self.read_all()
+        return self.next_frame()
+
+    def read_all(self) -> None:
+        """Take all that has arrived."""
+        while self.read():
+            pass
+
     def read(self) -> bool:
-        """Take a piece of what has arrived; whether there was any."""
+        """Take a piece of what has arrived; whether there may be more."""
         if self.is_ended:
             return False
         try:
@@ -93,7 +106,7 @@ class FrameSocket:
             data = b""
         self.is_ended = not data
         self._incoming += data
-        return bool(data)
+        return len(data) == _READ_BYTES
 
     def next_frame(self) -> bytearray | None:
         """The body of the next frame that was read.

@@ -38,7 +38,7 @@ Where another instance S holds more of the prompt than P, P may fetch that (`Tra
 
 Two fields carry vLLM's own structs as opaque bytes (`Prefill.request`, `Decode.request`:
 `EngineCoreRequest`; `Tokens.payload`: `EngineCoreOutputs`), encoded and decoded with vLLM's msgpack
-codec by `frontend/openai.py` and `workers/` alone.
+codec by `frontend/client.py` and `workers/` alone.
 
 Every message carries the `epoch` of the instance's life that it belongs to. A worker is born with
 its epoch and ignores commands of another; the hub ignores events of an earlier life.
@@ -102,7 +102,11 @@ class Allocate(Command, frozen=True, tag=True):
     namespace: Namespace
     is_private: bool
     deadline_s: float
-    """Seconds from arrival until the worker reports `Expired`."""
+    """Seconds from the reservation until the worker reports `Expired`."""
+    patience_s: float = 0.0
+    """Where there is no room, wait for it so long before it is `Refused`."""
+    expected_tokens: int = 0
+    """That the request will probably generate here: those that may wait leave room for them."""
 
 
 class History(msgspec.Struct, frozen=True):

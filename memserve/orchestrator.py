@@ -33,19 +33,17 @@ from memserve.cluster import ClusterManager, ClusterSettings
 from memserve.config import (
     Config,
     caching_in_force,
-    device_in_force,
     engine_settings,
     gpu_plan,
-    instance_engine,
     link_in_force,
     mode_in_force,
     tp_in_force,
 )
 from memserve.core.cost_model import CostModel
 from memserve.core.gpu_plan import describe_plan
+from memserve.core.profile import Profile
 from memserve.core.timeline import RequestTimeline
 from memserve.core.vocabulary import Seat
-from memserve.engine_args import visible_gpus
 from memserve.errors import ConfigError, MemServeError, StartError
 from memserve.frontend.app import build_app, make_runner
 from memserve.loras import engine_arguments, find_loras
@@ -56,9 +54,9 @@ from memserve.scheduler import GlobalScheduler
 from memserve.scheduler_settings import scheduler_settings
 from memserve.status import AuditReport, Costs, Snapshot
 from memserve.tui import live_view
-from memserve.types import InstanceId, Lora, RequestId, Role, TransferStyle
+from memserve.types import Caching, Lora, RequestId, Role
+from memserve.worker_specs import WorkerSpecs
 from memserve.workers.environment import set_engine_environment
-from memserve.workers.spec import WorkerSpec
 
 if TYPE_CHECKING:
     from memserve.frontend.openai import Frontend
@@ -171,11 +169,12 @@ class Orchestrator:
     ) -> None:
         profiles.check_tp(self._config, model)
         profile = await asyncio.to_thread(profiles.for_config, self._config, model)
+        profiles.check_links(self._config, profile)
+        if (plan := gpu_plan(self._config)) is not None:
+            self._progress.note(describe_plan(plan))
         hub = Hub(run_dir, self._on_event)
-        # What prompts are compared by; queues and decode steps are reckoned at each one's degree.
-        tp_of = tp_in_force(self._config)
-        tp = next(tp_of[i] for i, role in self._mode.instances() if role is not Role.DECODE)
-        self._build(model, run_dir, hub, CostModel(profile, tp))
+        hub.open()
+        self._build(model, run_dir, hub, profile)
         app = build_app(self, lambda: self._front_end, api_keys=self._config.api_keys)
         runner = make_runner(app)
         try:
@@ -201,78 +200,35 @@ class Orchestrator:
                 self._front_end.close()
             hub.close()
 
-    def _build(self, model: str, run_dir: Path, hub: Hub, cost: CostModel) -> None:
-        config = self._config
-        self._cost = cost
-        hub.open()
-        roles = dict(self._mode.instances())
+    def _build(self, model: str, run_dir: Path, hub: Hub, profile: Profile) -> None:
+        """The scheduler and the cluster manager; nothing runs yet."""
+        config, roles = self._config, dict(self._mode.instances())
+        # What prompts are compared by; queues and decode steps are reckoned at each one's degree.
+        tp_of = tp_in_force(config)
+        tp = next(tp_of[instance] for instance, role in roles.items() if role is not Role.DECODE)
+        self._cost = CostModel(profile, tp)
         settings = scheduler_settings(config, self._caching, link_in_force(config))
         self._scheduler = GlobalScheduler(
-            msgspec.structs.replace(settings, tp_of=tp_in_force(config)),
+            msgspec.structs.replace(settings, tp_of=tp_of),
             roles,
             hub.send,
             time.monotonic,
-            cost,
+            self._cost,
         )
-        num_threads = profiles.num_threads(config)
-        environment = dict(os.environ)
-        device = device_in_force(config)
-        set_engine_environment(
-            environment,
-            num_threads=num_threads,
-            log_level=config.server.log_level,
-            compiles=device != "cpu" or not engine_settings(config).get("enforce_eager"),
-        )
-
-        plan, visible, tp_of = gpu_plan(config), visible_gpus(), tp_in_force(config)
-
-        def make_spec(instance: InstanceId, role: Role, epoch: int) -> WorkerSpec:
-            own = plan.visible_order(instance) if plan is not None else ()
-            num_sharing = plan.num_sharing(instance) if plan is not None else 1
-            must_measure = num_sharing > 1 and config.kv_bytes is None
-            return WorkerSpec(
-                instance=instance,
-                epoch=epoch,
-                role=role,
-                hub_address=hub.address,
-                run_dir=str(run_dir),
-                log_path=str(run_dir / f"{instance}.log"),
-                log_level=config.server.log_level,
-                model=model,
-                engine=engine_arguments(self._loras) | instance_engine(config, num_sharing),
-                loras=self._loras,
-                kv_bytes=config.kv_bytes,
-                layout=config.mempool.layout,
-                dram_bytes=config.dram_bytes,
-                profile=cost.profile,
-                reserve_blocks=config.mempool.reserve_blocks,
-                heartbeat_interval_s=config.cluster.heartbeat_interval_s,
-                num_threads=num_threads,
-                device=device,
-                visible_gpus=tuple(visible[gpu] for gpu in own),
-                tp=tp_of[instance],
-                gpu_locks=tuple(
-                    str(run_dir / f"gpu-{gpu}.lock")
-                    for gpu in (sorted(own[: tp_of[instance]]) if must_measure else ())
-                ),
-                link=config.transfer.link,
-                style=TransferStyle(config.transfer.style),
-            )
-
-        if plan is not None:
-            self._progress.note(describe_plan(plan))
-        self._cluster = ClusterManager(
-            ClusterSettings(
-                start_timeout_s=config.cluster.start_timeout_s,
-                heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
-                max_restarts=config.cluster.max_restarts,
-                restart_window_s=config.cluster.restart_window_s,
-                may_fetch=self._caching.fetches,
-            ),
-            roles,
-            make_spec,
+        specs = WorkerSpecs(
+            config,
+            model=model,
+            loras=self._loras,
+            profile=profile,
             run_dir=run_dir,
-            environment=environment,
+            hub_address=hub.address,
+        )
+        self._cluster = ClusterManager(
+            cluster_settings(config, self._caching),
+            roles,
+            specs.make,
+            run_dir=run_dir,
+            environment=specs.environment(),
             members=self._scheduler,
             send=hub.send,
             watcher=self._progress,
@@ -372,6 +328,17 @@ class Orchestrator:
         if self._stop_asked.is_set():
             self._abort_asked.set()
         self._stop_asked.set()
+
+
+def cluster_settings(config: Config, caching: Caching) -> ClusterSettings:
+    """The cluster manager's part of the configuration."""
+    return ClusterSettings(
+        start_timeout_s=config.cluster.start_timeout_s,
+        heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+        max_restarts=config.cluster.max_restarts,
+        restart_window_s=config.cluster.restart_window_s,
+        may_fetch=caching.fetches,
+    )
 
 
 def _costs(cost: CostModel) -> Costs:

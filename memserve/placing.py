@@ -21,7 +21,6 @@ from memserve.core.policy import (
     FetchChoice,
     Fetching,
     Placement,
-    can_place,
     session_key,
     with_fetch,
 )
@@ -48,7 +47,6 @@ class Placer:
         members: Members,
     ) -> None:
         self._policy = make_policy(settings.policy, settings.split, cost, settings.link)
-        self._split = settings.split
         self._reservation_s = settings.reservation_s
         self._fetching = settings.fetching
         self._caching = settings.caching
@@ -65,11 +63,23 @@ class Placer:
 
     def can_place(self, instances: Collection[InstanceId]) -> bool:
         """Whether these instances could serve a request."""
-        return can_place({self._roles[instance] for instance in instances}, self._split)
+        return self._policy.splitting.can_place({self._roles[instance] for instance in instances})
+
+    @property
+    def is_possible_now(self) -> bool:
+        """Whether those that are there, and not silent, could serve a request."""
+        return self._policy.splitting.can_place(self._members.roles)
+
+    @property
+    def missing(self) -> str:
+        """Who would be needed besides, in words."""
+        splitting, all_roles = self._policy.splitting, self._members.loads.all_roles
+        return splitting.absence(self._members.roles, all_roles) or "no instance answers"
 
     def has_room(self) -> bool:
         """Whether some request could be placed now, on instances that have not enough to do yet."""
-        return can_place(self._members.free_roles, self._split)
+        members = self._members
+        return self._policy.splitting.can_place(members.roles, members.free_roles)
 
     def nobody_ahead(self) -> Seconds:
         """[instances] For the first one of those that wait: see `place`."""
@@ -107,7 +117,7 @@ class Placer:
         active.fetch_s = placement.fetch.predicted_s if placement.fetch is not None else None
         active.placed_at = now
         active.timeline.note("placed", now, placement.first, placement.reason)
-        plan = self._plan(placement, now)
+        plan = self._plan(placement, demand.expected_tokens, now)
         if not plan.first_is_private:
             id = active.lifecycle.spec.id
             pending.add(id, placement.first, path, is_fetched=plan.fetch is not None)
@@ -170,7 +180,7 @@ class Placer:
         active.patient_until = now + computing_s + _PATIENCE * queue_s + _PATIENCE_S
         active.timeline.note("waits", now, placement.first, placement.reason)
 
-    def _plan(self, placement: Placement, now: float) -> Plan:
+    def _plan(self, placement: Placement, expected_tokens: int, now: float) -> Plan:
         caching = self._caching
         decode = placement.decode
         keeps = (
@@ -185,6 +195,7 @@ class Placer:
             decode_is_private=not caching.decode_keeps,
             returns=decode is not None and caching.decode_returns,
             fetch=self._fetch(placement, placement.fetch, now) if keeps else None,
+            expected_tokens=expected_tokens,
         )
 
     def _fetch(self, placement: Placement, choice: FetchChoice | None, now: float) -> Fetch | None:

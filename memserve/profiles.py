@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from memserve.config import Config, engine_settings, tp_in_force
+from memserve.config import Config, engine_settings, link_in_force, tp_in_force
 from memserve.core.builtin import BUILT_IN, built_in
 from memserve.core.profile import FORMAT, ModelShape, Profile
 from memserve.errors import ConfigError
@@ -69,6 +69,21 @@ def check_degree(key: str, tp: int, shape: ModelShape) -> None:
     if tp not in (degrees := shape.degrees()):
         what = f"{tp} ranks cannot share {shape.num_heads} heads and {shape.num_kv_heads} KV heads"
         raise ConfigError(key, what, ", ".join(map(str, degrees)))
+
+
+def check_links(config: Config, profile: Profile) -> None:
+    """Whether it has the costs of all links that the policy asks for. Raises: ConfigError.
+
+    Only a profile that this version did not write lacks any.
+    """
+    needed = {"transfer.link": link_in_force(config)}
+    if config.mempool.dram_gb:
+        needed["mempool.dram_gb"] = "dram"
+    for key, link in needed.items():
+        if config.scheduler.policy == "cost" and link not in profile.links:
+            what = f"the cost profile ({profile.describe()}) has no costs of the link {link!r}"
+            known = ", ".join(sorted(profile.links)) or "none"
+            raise ConfigError(key, what, f"{known}; or calibrate again (`memserve calibrate`)")
 
 
 def key_of(config: Config) -> ProfileKey:

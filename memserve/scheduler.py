@@ -36,6 +36,7 @@ from memserve.core.vocabulary import (
     Ended,
     Fail,
     InstanceLost,
+    InstanceSilent,
     Learned,
     Limits,
     Note,
@@ -88,7 +89,7 @@ class GlobalScheduler:
         self._sink: OutputSink | None = None
         self._cost = cost
         limits = settings.max_running, settings.max_queued_s
-        self._members = Members(roles, cost, *limits, settings.tp_of)
+        self._members = Members(roles, cost, *limits, settings.tp_of, settings.silence_s)
         self._placer = Placer(settings, cost, self._roles, self._members)
         self._caches: Caches | None = None
         self._limits: Limits | None = None
@@ -123,7 +124,7 @@ class GlobalScheduler:
         if self._is_closing:
             raise UnavailableError("the server is shutting down")
         if self._limits is None or not self._placer.is_possible:
-            raise UnavailableError("no instance can serve requests now")
+            raise UnavailableError(f"nothing can serve requests now: {self._placer.missing}")
         now = self._clock()
         if self._queue.is_full and (self._queue or not self._placer.has_room()):
             raise OverloadedError(
@@ -132,11 +133,8 @@ class GlobalScheduler:
             )
         timeline = Timeline(spec.id, len(spec.prompt_token_ids), now)
         self._timelines.add(timeline)
-        active = Active(
-            lifecycle=RequestLifecycle(spec, self._limits),
-            timeline=timeline,
-            packed=pack(spec.prompt_token_ids),
-        )
+        lifecycle = RequestLifecycle(spec, self._limits)
+        active = Active(lifecycle, timeline, pack(spec.prompt_token_ids))
         self._requests[spec.id] = active
         self.idle.clear()
         self._totals.submitted += 1
@@ -172,11 +170,7 @@ class GlobalScheduler:
 
     def configure(self, block_size: int) -> None:
         """Say what only a started engine knows. Before the first `instance_ready`."""
-        self._limits = Limits(
-            block_size=block_size,
-            max_attempts=self._settings.max_attempts,
-            reservation_s=self._settings.reservation_s,
-        )
+        self._limits = self._settings.limits(block_size)
         self._caches = Caches(
             self._settings.freshness,
             block_size,
@@ -189,7 +183,7 @@ class GlobalScheduler:
 
     def instance_ready(self, seat: Seat) -> None:
         """The instance can take requests; its links are open."""
-        self._members.add(seat, self._roles[seat.instance])
+        self._members.add(seat, self._roles[seat.instance], self._clock())
         self._placer.expect(seat.instance, True)
         self._admit()
 
@@ -206,7 +200,7 @@ class GlobalScheduler:
         for active in list(self._requests.values()):
             self._step(active, InstanceLost(seat))
         if not self._placer.is_possible:
-            error = UnavailableError("no instance is left that could serve it")
+            error = UnavailableError(f"nothing is left that could serve it: {self._placer.missing}")
             self._refuse(self._queue.waiting(), error)
         self._admit()
 
@@ -214,6 +208,7 @@ class GlobalScheduler:
         self, seat: Seat, event: WorkerEvent | Tokens | CacheChanged | CacheSnapshot
     ) -> None:
         """One event of a living instance."""
+        self._members.heard(seat.instance, self._clock())
         if isinstance(event, Tokens):  # by far the most
             self._on_tokens(event)
         elif isinstance(event, CacheChanged | CacheSnapshot):
@@ -230,6 +225,7 @@ class GlobalScheduler:
 
     def on_stats(self, seat: Seat, stats: PoolStats) -> None:
         """What a living instance says of its pool."""
+        self._members.heard(seat.instance, self._clock())
         if self._limits is not None and seat in self._members:
             block_size = self._limits.block_size
             free_tokens = (stats.free_blocks + stats.historical_blocks) * block_size
@@ -237,11 +233,13 @@ class GlobalScheduler:
             self._members.loads.set_room(seat.instance, free_tokens, empty_tokens)
 
     def tick(self) -> None:
-        """Let requests that waited too long for a place fail, and stale tree entries go."""
+        """Pass over who is silent, let requests fail that waited too long, and stale entries go."""
         now = self._clock()
-        overdue = self._queue.overdue(now)
-        if overdue:
-            self._refuse(overdue, self._waited_too_long(now))
+        silent = self._members.silent(now)
+        for seat in silent if self._placer.is_possible_now else ():
+            for active in list(self._requests.values()):
+                self._step(active, InstanceSilent(seat))
+        self._refuse(self._queue.overdue(now), self._waited_too_long(now))
         if self._caches is not None:
             self._caches.tick()
         self._fruitless = None
@@ -292,9 +290,7 @@ class GlobalScheduler:
     def check_integrity(self) -> None:
         """Raises: AssertionError if the books, the queue and the requests contradict each other."""
         self._queue.check_integrity()
-        unplaced = {
-            id for id, active in self._requests.items() if active.lifecycle.phase is Phase.UNPLACED
-        }
+        unplaced = {id for id, a in self._requests.items() if a.lifecycle.phase is Phase.UNPLACED}
         assert unplaced == set(self._queue.waiting())
         waits_in_vain = self._queue and self._placer.has_room() and not self._members.is_waited_for
         assert not waits_in_vain, "somebody waits though there is room everywhere"
@@ -341,8 +337,8 @@ class GlobalScheduler:
             self._carry_out(active, active.lifecycle.give_up(str(error)))
 
     def _waited_too_long(self, now: float) -> MemServeError:
-        if not self._placer.can_place(self._members.instances):
-            return UnavailableError("no instance became ready in time")
+        if not self._placer.is_possible_now:
+            return UnavailableError(f"nothing could serve it in time: {self._placer.missing}")
         seconds = self._settings.wait_timeout_s
         message = f"no instance had room within {seconds:g} s (scheduler.wait_timeout_s)"
         return OverloadedError(message, self._queue.retry_after_s(now))

@@ -8,7 +8,13 @@ from memserve.caches import Freshness
 from memserve.config import Config
 from memserve.core.policies import PolicyName
 from memserve.core.policy import Fetching, Split
+from memserve.core.vocabulary import Limits
 from memserve.types import Caching, InstanceId
+
+_SILENT_BEATS = 5
+_SILENCE_S = 5.0
+"""Heartbeats that an instance may omit, and how long that is at least: machines and links have
+pauses, and to move a request costs its prompt once more."""
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True):
@@ -25,13 +31,20 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     tree_ttl_s: float
     tree_max_blocks: int
     reservation_s: float
+    room_wait_s: float
     policy: PolicyName
     split: Split
     fetching: Fetching
     link: str
     """The kind of the links between instances, as the cost model calls it."""
+    silence_s: float = _SILENCE_S
+    """As in `core/hearing.py`."""
     tp_of: dict[InstanceId, int] | None = None
     """Ranks of each instance; None: those that the cost model is for."""
+
+    def limits(self, block_size: int) -> Limits:
+        """What the lifecycles go by, when the block size is known."""
+        return Limits(block_size, self.max_attempts, self.reservation_s, self.room_wait_s)
 
 
 def scheduler_settings(config: Config, caching: Caching, link: str) -> SchedulerSettings:
@@ -49,8 +62,10 @@ def scheduler_settings(config: Config, caching: Caching, link: str) -> Scheduler
         tree_ttl_s=scheduler.tree_ttl_s,
         tree_max_blocks=scheduler.tree_max_blocks,
         reservation_s=config.transfer.reservation_s,
+        room_wait_s=config.transfer.room_wait_s,
         policy=scheduler.policy,
         split=Split(scheduler.split),
         fetching=Fetching(scheduler.fetch),
         link=link,
+        silence_s=max(_SILENT_BEATS * config.cluster.heartbeat_interval_s, _SILENCE_S),
     )

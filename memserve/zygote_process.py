@@ -1,9 +1,15 @@
-"""The orchestrator's handle on the zygote process (`workers/zygote.py` is its inside)."""
+"""The orchestrator's handles on processes: the zygote, and the workers that it has forked.
+
+Collaborators: `workers/zygote.py` is the other end; `cluster.py` asks for workers, and ends them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -75,6 +81,32 @@ class Zygote:
     @property
     def _log_path(self) -> Path:
         return self._run_dir / "zygote.log"
+
+
+class WorkerProcess:
+    """A worker's process, a child of the zygote's: by a descriptor, which means no other one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd: int | None = None
+        with contextlib.suppress(ProcessLookupError):  # gone already; its exit is reported next
+            self._fd = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        if self._fd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until it is gone, or the time is over."""
+        if self._fd is not None:
+            await asyncio.to_thread(select.select, [self._fd], [], [], timeout_s)
+
+    def close(self) -> None:
+        """Forget it."""
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = None
 
 
 def log_tail(path: Path) -> str:

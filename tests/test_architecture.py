@@ -46,7 +46,8 @@ MAY_IMPORT: dict[str, str] = {
     # the orchestrator's parts
     "channel": "core errors frames messages types",
     "zygote_process": "errors types workers.spec",
-    "cluster": "core errors messages status types workers.spec zygote_process",
+    "audits": "core messages types",
+    "cluster": "audits core errors messages status types workers.spec zygote_process",
     "accounting": "core messages status types",
     "active": "core types",
     "caches": "core messages types",
@@ -76,10 +77,12 @@ MAY_IMPORT: dict[str, str] = {
         " workers.records workers.transfer"
     ),
     # what joins them
+    "worker_specs": (
+        "config core.profile engine_args loras profiles types workers.environment workers.spec"
+    ),
     "orchestrator": (
-        "channel cluster config core engine_args errors frontend loras messages models profiles"
-        " progress scheduler scheduler_settings status tui types units workers.environment"
-        " workers.spec"
+        "channel cluster config core errors frontend loras messages models profiles progress"
+        " scheduler scheduler_settings status tui types worker_specs workers.environment"
     ),
     "cli": (
         "calibration config config_text core.mode engine_args errors models orchestrator progress"
@@ -107,10 +110,8 @@ IMPURE = (
 
 MAX_LINES = 450
 LONGER_FILES: dict[str, str] = {
-    "memserve/core/lifecycle.py": "one state machine, whose answers are read side by side",
+    "memserve/core/lifecycle.py": "one state machine, in the order of a request's life",
     "memserve/messages.py": "the whole control protocol, with its picture",
-    "memserve/cluster.py": "one table of instances, and every event that changes it",
-    "memserve/workers/engine_loop.py": "one loop: every command that it serves, and its answers",
 }
 """File → why it may be longer."""
 

@@ -46,6 +46,7 @@ from memserve.core.policy import (
     FetchChoice,
     Placement,
     Split,
+    Splitting,
     eligible,
 )
 from memserve.core.timeline import Detail, Number
@@ -80,6 +81,8 @@ class _Firsts(msgspec.Struct):
     """Of a step of those that generate there."""
     is_last: Bools
     """Its queue is one prompt, in its last step."""
+    chunk_s: Seconds
+    """The longest step of a prompt's."""
     rest_s: Seconds
     """Of the step that it is in, as far as one can tell: no command is served meanwhile."""
     swap_s: Seconds | None
@@ -104,16 +107,12 @@ class CostPolicy:
         self._cost = cost
         self._link = cost.profile.links[link]
         self._is_in_turn = link in COPYING_LINKS
-        self._split = split
-        self._whole_on_decode = is_calibrated
+        self.splitting = Splitting(split, can_tell=is_calibrated)
         self._token_bytes = cost.kv_bytes(1)
-        self._chunk_tokens = cost.profile.chunk_tokens
 
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
-        can = eligible(
-            loads, self._split, may_wait=demand.may_wait, whole_on_decode=self._whole_on_decode
-        )
+        can = eligible(loads, self.splitting, may_wait=demand.may_wait)
         firsts = self._firsts(demand, loads, can)
         load_s = self._load_s(demand, loads)
         has_room = loads.free_tokens >= demand.num_tokens + demand.expected_tokens
@@ -141,10 +140,11 @@ class CostPolicy:
         cached = demand.found()
         queue_s = loads.queue_s(demand.now)
         swap_s = self._swap_s(demand) if demand.dram_tokens.any() else None
-        exec_s = self._exec_cached_s(demand.num_tokens, cached)
+        exec_s = _exec_cached_s(demand.num_tokens, cached, loads)
         if swap_s is not None:
-            exec_s = np.minimum(exec_s + swap_s, self._exec_in_hbm_s(demand, cached))
-        chunk_s = self._chunk_s()
+            in_hbm = np.maximum(cached - demand.dram_tokens, 0)  # the rest is left where it is
+            exec_s = np.minimum(exec_s + swap_s, _exec_cached_s(demand.num_tokens, in_hbm, loads))
+        chunk_s = loads.each_s(lambda cost: cost.exec_s(cost.profile.chunk_tokens))
         num_decoding = loads.num_requests - loads.num_prefills
         num_followers = _followers(loads, can)
         num_waiting = num_decoding + loads.num_fetching + (1 + num_followers)
@@ -163,6 +163,7 @@ class CostPolicy:
             total_s=ahead_s + exec_s * num_waiting,
             decode_s=decode_s,
             is_last=is_last,
+            chunk_s=chunk_s,
             rest_s=rest_s + decode_s / 2,
             swap_s=swap_s,
             fetch_s=np.zeros(count),
@@ -178,31 +179,9 @@ class CostPolicy:
                     self._consider(firsts, source, num_tokens - num_dram, 0, demand, loads)
         return firsts
 
-    def _chunk_s(self) -> float:
-        """The longest step of a prompt's."""
-        return self._cost.exec_s(self._chunk_tokens)
-
     def _swap_s(self, demand: Demand) -> Seconds:
         sizes = (demand.dram_tokens.astype(np.int64) * self._token_bytes).tolist()
         return np.array([self._cost.swap_in_s(size_bytes) for size_bytes in sizes])
-
-    def _exec_in_hbm_s(self, demand: Demand, cached: Counts) -> Seconds:
-        """exec(x, y) of those who leave in DRAM what is there."""
-        in_hbm = np.maximum(cached - demand.dram_tokens, 0)
-        return self._exec_cached_s(demand.num_tokens, in_hbm)
-
-    def _exec_cached_s(self, num_tokens: int, cached: Counts) -> Seconds:
-        """As `CostModel.exec_many`."""
-        if len(cached) > _FEW:
-            return self._cost.exec_many(num_tokens, cached)
-        known: dict[int, float] = {}
-        costs = []
-        for tokens in cached.tolist():
-            seconds = known.get(tokens)
-            if seconds is None:
-                seconds = known[tokens] = self._cost.exec_s(num_tokens, tokens)
-            costs.append(seconds)
-        return np.array(costs)
 
     def _sources(self, usable: Counts, demand: Demand, loads: Loads) -> list[int]:
         """Who holds most (of those, who has least to move before), and an idler one if that is
@@ -235,7 +214,7 @@ class CostPolicy:
         size_bytes = np.maximum(missing, 0) * self._token_bytes + under_way
         step_s = float(firsts.decode_s[source])  # the next one, after the rest
         if not firsts.is_last[source]:
-            step_s += min(float(firsts.queue_s[source]), self._chunk_s())
+            step_s += min(float(firsts.queue_s[source]), float(firsts.chunk_s[source]))
         least_s = _ROUND_TRIPS_S + self._link.fixed_s + size_bytes / self._link.bytes_per_s
         fetch_s = least_s + float(firsts.rest_s[source]) + firsts.rest_s
         if step_s:
@@ -246,7 +225,7 @@ class CostPolicy:
             fetch_s = fetch_s + (float(firsts.swap_s[source]) + step_s if num_dram else 0.0)
         if late_s := loads.fetch_times.late_s(source, demand.now):
             fetch_s = np.maximum(fetch_s + late_s, size_bytes / self._link.bytes_per_s)
-        exec_s = self._cost.exec_s(demand.num_tokens, num_tokens)
+        exec_s = loads.each_s(lambda cost: cost.exec_s(demand.num_tokens, num_tokens))
         # `least_s` here, not above: `late_s` is learnt from `fetch_s`, and would sink for ever.
         ready_s = np.maximum(np.maximum(firsts.queue_s, fetch_s), least_s)
         total_s = ready_s + exec_s * firsts.num_waiting
@@ -263,7 +242,8 @@ class CostPolicy:
 
     def _load_s(self, demand: Demand, loads: Loads) -> Seconds:
         """[instances] What generating there adds to the steps of all of its requests."""
-        context_s = self._cost.decode_step_s(1, demand.num_tokens) - self._cost.decode_step_s(1, 0)
+        empty_s = loads.each_s(lambda cost: cost.decode_step_s(1, 0))
+        context_s = loads.each_s(lambda cost: cost.decode_step_s(1, demand.num_tokens)) - empty_s
         after = (loads.num_requests + 1) * (loads.next_step_s + context_s)
         load_s: Seconds = demand.expected_tokens * (after - loads.num_requests * loads.step_s)
         return load_s
@@ -324,8 +304,31 @@ class CostPolicy:
             "tokens": demand.num_tokens,
             "expected_tokens": demand.expected_tokens,
             "followers": firsts.num_followers,
+            **can.reason,
             "candidates": candidates,
         }
+
+
+def _exec_cached_s(num_tokens: int, cached: Counts, loads: Loads) -> Seconds:
+    """[instances] exec(x, y), at everyone's degree of tensor parallelism."""
+    exec_s = np.empty(len(cached))
+    for cost, slots in loads.by_cost:
+        exec_s[slots] = _exec_many_s(num_tokens, cached[slots], cost)
+    return exec_s
+
+
+def _exec_many_s(num_tokens: int, cached: Counts, cost: CostModel) -> Seconds:
+    """As `CostModel.exec_many`."""
+    if len(cached) > _FEW:
+        return cost.exec_many(num_tokens, cached)
+    known: dict[int, float] = {}
+    costs = []
+    for tokens in cached.tolist():
+        seconds = known.get(tokens)
+        if seconds is None:
+            seconds = known[tokens] = cost.exec_s(num_tokens, tokens)
+        costs.append(seconds)
+    return np.array(costs)
 
 
 def _first_terms(slot: int, firsts: _Firsts, demand: Demand, loads: Loads) -> dict[str, Number]:

@@ -6,13 +6,13 @@ At most one is open at a time::
       │ Refused             │ TransmitFailed  │ InsertFailed
       └────────▶ over, without KV ◀───────────┘
 
-`Allocate` goes to the receiver, `Transmit` to the sender, `Commit` or `Cancel` to the receiver. One
-that was ordered, and is late or wanted no more, is *abandoned*: the request goes on without it, but
-its reservation may not be freed while the sender may be writing. So it is kept aside until the
-sender has answered, or is lost.
+`Allocate` goes to the receiver, `Transmit` to the sender, `Commit` or `Cancel` to the receiver;
+what an event means for the request is an `Outcome`. A move that was ordered, and is late or wanted
+no more, is *abandoned*: the request goes on without it, but its reservation may not be freed while
+the sender may be writing. So it is kept aside until the sender has answered, or is lost.
 
-Collaborator: `lifecycle.py` decides what is moved when, and what follows. Everything here only
-returns what is to be sent. The paper: section 4.2.
+Collaborator: `lifecycle.py` decides what is moved when, and what follows an outcome. Everything
+here only returns what is to be sent. The paper: section 4.2.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ import enum
 
 import msgspec
 
-from memserve.core.vocabulary import Action, Note, RequestSpec, Seat, Send
+from memserve.core.vocabulary import Action, Note, RequestSpec, Seat, Send, TransferEvent
 from memserve.messages import (
     Allocate,
     Allocated,
     Cancel,
     Commit,
+    Expired,
     History,
+    Inserted,
+    InsertFailed,
+    Refused,
     Sent,
     Transmit,
     TransmitFailed,
@@ -44,6 +48,27 @@ class TransferState(enum.Enum):
     """`Transmit` is out; the sender may be writing."""
     SENT = "sent"
     """`Commit` is out."""
+
+
+class Outcome(enum.Enum):
+    """What an event of a transfer means for the request."""
+
+    ARRIVED = "arrived"
+    """The KV is at the receiver: what is sent there next finds it."""
+    NOTHING = "nothing"
+    """It has ended, and nothing came."""
+    LATE = "late"
+    """The receiver asks whether its reservation is still wanted."""
+    OVER = "over"
+    """It had arrived, and the receiver holds nothing for it any more."""
+
+
+_INSERTED = {
+    Direction.FETCH: "fetched",
+    Direction.FORWARD: "inserted",
+    Direction.BACK: "returned",
+}
+"""The timeline's word for a transfer whose KV has arrived."""
 
 
 class Transfer(msgspec.Struct):
@@ -72,6 +97,11 @@ class Transfers:
         """Whether nobody writes, or may, for this request."""
         return self.open is None and not self._abandoned
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether the open transfer's sender is the one who has to answer."""
+        return self.open is not None and self.open.state is TransferState.ORDERED
+
     # ── the plain course ──────────────────────────────────────────────────────────────────────
 
     def ask(
@@ -85,6 +115,8 @@ class Transfers:
         token_ids: list[int],
         is_private: bool,
         deadline_s: float,
+        patience_s: float = 0.0,
+        expected_tokens: int = 0,
     ) -> Send:
         """Let the receiver reserve blocks for these tokens, of which it was told the first ones."""
         assert self.open is None
@@ -101,10 +133,51 @@ class Transfers:
             namespace=self._spec.namespace,
             is_private=is_private,
             deadline_s=deadline_s,
+            patience_s=patience_s,
+            expected_tokens=expected_tokens,
         )
         return Send(receiver.instance, command)
 
-    def order(self, transfer: Transfer, event: Allocated) -> Send:
+    def step(self, event: TransferEvent) -> tuple[list[Action], Outcome | None]:
+        """Take an event of a transfer. Those that fit neither its state nor an abandoned one change
+        nothing."""
+        transfer = self.open
+        if transfer is None or event.transfer_id != transfer.id:
+            return self._late_answer(event), None
+        match event:
+            case Allocated() if transfer.state is TransferState.ASKED:
+                return self._on_allocated(transfer, event)
+            case Refused() if transfer.state is TransferState.ASKED:
+                self.open = None
+                return [_reason("refused", event)], Outcome.NOTHING
+            case Sent() if transfer.state is TransferState.ORDERED:
+                note = Note("sent", event.instance, _sizes(event))
+                return [note, self._commit(transfer, event.size_bytes)], Outcome.ARRIVED
+            case TransmitFailed() if transfer.state is TransferState.ORDERED:
+                self.open = None
+                cancel = _cancel(transfer, transfer.receiver)
+                return [_reason("transmit failed", event), cancel], Outcome.NOTHING
+            case Expired() if transfer.state is TransferState.ORDERED:
+                return [Note("reservation expired", transfer.receiver.instance)], Outcome.LATE
+            case Inserted() if transfer.state is TransferState.SENT:
+                self.open = None
+                detail = {"tokens": event.num_tokens}
+                return [Note(_INSERTED[transfer.direction], event.instance, detail)], Outcome.OVER
+            case InsertFailed() if transfer.state is TransferState.SENT:
+                self.open = None
+                return [_reason("insert failed", event)], Outcome.OVER
+        return [], None
+
+    def _on_allocated(
+        self, transfer: Transfer, event: Allocated
+    ) -> tuple[list[Action], Outcome | None]:
+        detail = {"hit_blocks": event.hit_blocks, "blocks": len(event.block_ids)}
+        note = Note("allocated", event.instance, detail)
+        if transfer.direction is Direction.FETCH and not event.block_ids:  # P holds all by now
+            return [note, self._commit(transfer, 0)], Outcome.ARRIVED
+        return [note, self._order(transfer, event)], None
+
+    def _order(self, transfer: Transfer, event: Allocated) -> Send:
         """The reservation stands: the sender may write into it."""
         transfer.state = TransferState.ORDERED
         command = Transmit(
@@ -118,8 +191,7 @@ class Transfers:
         )
         return Send(transfer.sender.instance, command)
 
-    def commit(self, transfer: Transfer, size_bytes: int) -> Send:
-        """The KV is at the receiver."""
+    def _commit(self, transfer: Transfer, size_bytes: int) -> Send:
         transfer.state = TransferState.SENT
         command = Commit(
             epoch=transfer.receiver.epoch,
@@ -128,10 +200,6 @@ class Transfers:
             pin=transfer.direction is not Direction.BACK,
         )
         return Send(transfer.receiver.instance, command)
-
-    def close(self) -> None:
-        """The receiver has answered last: it holds nothing for the open transfer any more."""
-        self.open = None
 
     # ── the other ways to end ─────────────────────────────────────────────────────────────────
 
@@ -145,19 +213,6 @@ class Transfers:
         self._abandoned[transfer.id] = transfer
         # A sender that knows the request is told to forget it, which is next, and stops by that.
         return [_cancel(transfer, transfer.sender)] if transfer.history is not None else []
-
-    def fail(self, transfer: Transfer) -> list[Action]:
-        """The open transfer's sender has said that nothing will come."""
-        self.open = None
-        return [_cancel(transfer, transfer.receiver)]
-
-    def late_answer(self, event: Sent | TransmitFailed) -> list[Action]:
-        """Of the sender of an abandoned transfer, perhaps: its reservation can be freed."""
-        transfer = self._abandoned.pop(event.transfer_id, None)
-        if transfer is None:
-            return []
-        note = Note("abandoned transfer ended", event.instance)
-        return [note, _cancel(transfer, transfer.receiver)]
 
     def lost(self, seat: Seat) -> list[Action]:
         """This life is over: nobody writes for it, or by it, any more."""
@@ -180,6 +235,24 @@ class Transfers:
         if has_sent:
             return []  # the sender has answered, and may itself be dead since
         return [_cancel(transfer, transfer.receiver if is_sender else transfer.sender)]
+
+    def _late_answer(self, event: TransferEvent) -> list[Action]:
+        """Of the sender of an abandoned transfer, perhaps: its reservation can be freed."""
+        if not isinstance(event, Sent | TransmitFailed):
+            return []
+        transfer = self._abandoned.pop(event.transfer_id, None)
+        if transfer is None:
+            return []
+        note = Note("abandoned transfer ended", event.instance)
+        return [note, _cancel(transfer, transfer.receiver)]
+
+
+def _reason(name: str, event: Refused | TransmitFailed | InsertFailed) -> Note:
+    return Note(name, event.instance, {"reason": event.reason})
+
+
+def _sizes(event: Sent) -> dict[str, int | float]:
+    return {"blocks": event.num_blocks, "bytes": event.size_bytes, "seconds": event.seconds}
 
 
 def _cancel(transfer: Transfer, seat: Seat) -> Send:

@@ -2,7 +2,8 @@
 
 Collaborators: `scheduler.py` places the request, feeds it the workers' events and carries the
 actions out; `vocabulary.py` has the inputs and actions, `messages.py` the commands and a picture of
-their order; `kv_transfer.py` keeps the request's moves of KV. The paper: section 5.
+their order; `kv_transfer.py` keeps the request's moves of KV, `told.py` what has been said to whom.
+The paper: section 5.
 
 Phases of a request that prefills on P and decodes on D::
 
@@ -37,7 +38,8 @@ import enum
 import msgspec
 
 from memserve.core.delivery import Delivery
-from memserve.core.kv_transfer import Transfer, Transfers, TransferState
+from memserve.core.kv_transfer import Outcome, Transfer, Transfers
+from memserve.core.told import Told
 from memserve.core.vocabulary import (
     Action,
     AnyInput,
@@ -47,6 +49,7 @@ from memserve.core.vocabulary import (
     Fail,
     Fetch,
     InstanceLost,
+    InstanceSilent,
     Learned,
     Limits,
     Note,
@@ -57,45 +60,37 @@ from memserve.core.vocabulary import (
     Seat,
     Send,
     StopSeen,
+    TransferEvent,
 )
 from memserve.messages import (
-    Abort,
-    Allocated,
-    Decode,
-    Expired,
     Finished,
     Inserted,
-    InsertFailed,
-    Prefill,
-    Refused,
     Rejected,
-    Sent,
     Started,
     TokenOutput,
-    TransmitFailed,
 )
 from memserve.types import Direction, InstanceId
 
 
 class Phase(enum.Enum):
-    """See the module's picture."""
+    """What the request waits for; see the module's picture."""
 
     UNPLACED = "unplaced"
+    """The scheduler: `place` or `give_up`."""
     FETCH = "fetch"
+    """KV from another instance's history at P."""
     PREFILL = "prefill"
+    """P's first token; P's last one, if the request runs whole there."""
     HANDOFF = "handoff"
+    """P's KV at D."""
     DECODE = "decode"
+    """D's last token."""
     RETURN = "return"
+    """D's KV at P."""
     DRAIN = "drain"
+    """Answers of those who were told to stop, or to forget it."""
     ENDED = "ended"
 
-
-_INSERTED = {
-    Direction.FETCH: "fetched",
-    Direction.FORWARD: "inserted",
-    Direction.BACK: "returned",
-}
-"""The timeline's word for a transfer whose KV has arrived."""
 
 _TOKENS = Delivery(tokens=True, final=False, prompt=False)
 _TOKENS_AND_PROMPT = Delivery(tokens=True, final=False, prompt=True)
@@ -118,8 +113,7 @@ class RequestLifecycle:
         self.is_decode_cold = False
         """D got no KV, and computes the prompt itself at the moment."""
         self._limits = limits
-        self._known: dict[Seat, int] = {}
-        """Who has to forget the request, and how many of its tokens they were told."""
+        self._told = Told(spec)
         self._transfers = Transfers(spec)
         self._prompt_attempt: int | None = None
         """The attempt that speaks of the prompt to the client; a later one would repeat it, and
@@ -176,23 +170,23 @@ class RequestLifecycle:
         plan = self.plan
         if plan is None or output.attempt != self.attempt or output.finish_reason is not None:
             return None
-        if self.phase is Phase.DECODE and not self.is_decode_cold:
-            runner, delivery = plan.decode, _TOKENS
-        elif self.phase is Phase.PREFILL and plan.decode is None and self.is_prompt_computed:
-            runner, delivery = plan.first, _TOKENS_AND_PROMPT
+        if plan.decode is None:
+            runner = plan.first
+            generates = self.phase is Phase.PREFILL and self.is_prompt_computed
         else:
-            return None
-        if runner is None or runner.instance != instance:
+            runner = plan.decode
+            generates = self.phase is Phase.DECODE and not self.is_decode_cold
+        if not generates or runner.instance != instance:
             return None
         self.generated += output.token_ids
-        says_prompt = delivery.prompt and self._prompt_attempt == self.attempt
-        return delivery if says_prompt else _TOKENS
+        says_prompt = plan.decode is None and self._prompt_attempt == self.attempt
+        return _TOKENS_AND_PROMPT if says_prompt else _TOKENS
 
     def check_integrity(self) -> None:
         """Raises: AssertionError if the state contradicts itself."""
         if self.phase is Phase.ENDED:
             assert self.is_client_done
-            assert not self._known and self._transfers.are_over
+            assert not self._told and self._transfers.are_over
         if self.phase in (Phase.RETURN, Phase.DRAIN):
             assert self.is_client_done
         if self.phase in (Phase.FETCH, Phase.PREFILL, Phase.HANDOFF, Phase.DECODE):
@@ -202,9 +196,9 @@ class RequestLifecycle:
             assert transfer is not None and transfer.direction is Direction.FETCH
         if self.phase in (Phase.HANDOFF, Phase.DECODE):
             assert self.plan is not None and self.plan.decode is not None
-            assert self.plan.decode in self._known
+            assert self.plan.decode in self._told
         if self.phase is Phase.UNPLACED:
-            assert self._transfers.open is None and not self._known
+            assert self._transfers.open is None and not self._told
         assert len(self.generated) <= self.spec.max_tokens
 
     # ── events ────────────────────────────────────────────────────────────────────────────────
@@ -225,148 +219,13 @@ class RequestLifecycle:
                 return self._on_stop_seen()
             case InstanceLost():
                 return self._on_instance_lost(event.seat)
+            case InstanceSilent():
+                return self._on_instance_silent(event.seat)
             case Started() | Finished() | Rejected():
                 return []
-        transfer = self._transfers.open
-        if transfer is not None and event.transfer_id == transfer.id:
-            return self._on_transfer_event(transfer, event)
-        if isinstance(event, Sent | TransmitFailed):
-            return self._transfers.late_answer(event)
-        return []
+        return self._on_transfer_event(event)
 
-    def _on_started(self, event: Started) -> list[Action]:
-        plan = self._running_plan()
-        if plan is None:
-            return []
-        note = Note("started", event.instance, {"cached_tokens": event.cached_tokens})
-        if event.instance != plan.first.instance or self.phase is not Phase.PREFILL:
-            return [note]
-        if self.cached_tokens is None:
-            self.cached_tokens = event.cached_tokens
-        if plan.decode is None or plan.decode in self._known:  # whole, or asked before
-            return [note]
-        return [note, *self._ask(Direction.FORWARD, plan.first, plan.decode, self.token_ids)]
-
-    def _on_output(self, instance: InstanceId, output: TokenOutput) -> list[Action]:
-        plan = self._running_plan()
-        if plan is None or output.attempt != self.attempt:
-            return []
-        if output.finish_reason in ("error", "abort"):
-            return [*self._fail(f"instance {instance} gave up the request"), *self._release_all()]
-        if instance == plan.first.instance and self.phase is Phase.PREFILL:
-            return self._on_prefill_output(plan, output)
-        if (
-            plan.decode is not None
-            and instance == plan.decode.instance
-            and self.phase is Phase.DECODE
-        ):
-            self.is_decode_cold = False
-            return self._pass_on(plan.decode, output, says_prompt=False)
-        return []
-
-    def _on_prefill_output(self, plan: Plan, output: TokenOutput) -> list[Action]:
-        if self._prompt_attempt is None:
-            self._prompt_attempt = self.attempt
-        says_prompt = self._prompt_attempt == self.attempt
-        self.is_prompt_computed |= bool(output.token_ids) or output.finish_reason is not None
-        if plan.decode is None:
-            return self._pass_on(plan.first, output, says_prompt=says_prompt)
-        if output.finish_reason is None:  # the prompt's logprobs, ahead of the first token
-            return [Deliver(Delivery(tokens=False, final=False, prompt=says_prompt))]
-        learned = self._learned(plan.first, self.num_tokens)
-        if self.spec.resample:
-            delivery = Delivery(tokens=False, final=False, prompt=says_prompt)
-            return [Deliver(delivery), *learned, *self._hand_off(plan.decode)]
-        self.generated += output.token_ids
-        if output.finish_reason != "length":
-            self.is_client_done = True
-            delivery = Delivery(tokens=True, final=True, prompt=says_prompt)
-            return [Deliver(delivery), *learned, *self._release_all()]
-        delivery = Delivery(tokens=True, final=False, prompt=says_prompt)
-        return [Deliver(delivery), *learned, *self._hand_off(plan.decode)]
-
-    def _pass_on(self, seat: Seat, output: TokenOutput, *, says_prompt: bool) -> list[Action]:
-        """An output of the instance that runs the request to its end."""
-        assert self.plan is not None
-        final = output.finish_reason is not None
-        self.generated += output.token_ids
-        deliver = Deliver(Delivery(tokens=True, final=final, prompt=says_prompt))
-        if not final:
-            return [deliver]
-        self.is_client_done = True
-        self.phase = Phase.DRAIN
-        if self.plan.returns:  # what is held will be known from `Finished`
-            return [deliver]
-        # The last token was sampled, not computed: it has no KV.
-        return [deliver, *self._learned(seat, self.num_tokens - 1)]
-
-    def _on_finished(self, event: Finished) -> list[Action]:
-        plan = self.plan
-        if plan is None or self.phase is not Phase.DRAIN:
-            return []
-        runner = plan.decode or plan.first
-        if event.instance != runner.instance or runner not in self._known:
-            return []
-        # After a stop string the engine may have run on: the client never saw those tokens.
-        held_tokens = min(event.held_tokens, self.num_tokens)
-        learned = self._learned(runner, held_tokens)
-        if plan.decode is None:
-            return [*learned, *self._release_all()]
-        return [*learned, *self._give_back(plan.first, plan.decode, held_tokens)]
-
-    def _on_rejected(self, event: Rejected) -> list[Action]:
-        if self._seat_of(event.instance) not in self._known:
-            return []
-        return [*self._fail(event.message), *self._release_all()]
-
-    def _on_cancelled(self) -> list[Action]:
-        if self.is_client_done:
-            return []
-        self.is_client_done = True
-        return self._release_all()
-
-    def _on_stop_seen(self) -> list[Action]:
-        if self.is_client_done:
-            return []
-        self.is_client_done = True
-        runner = self._runner()
-        if runner is None or self._is_private(runner):
-            return [Note("stop string"), *self._release_all()]
-        self.phase = Phase.DRAIN
-        abort = Abort(epoch=runner.epoch, request_id=self.spec.id, hold=True)
-        return [Note("stop string"), Send(runner.instance, abort)]
-
-    def _on_instance_lost(self, seat: Seat) -> list[Action]:
-        plan = self.plan
-        self._known.pop(seat, None)
-        transfer_actions = self._transfers.lost(seat)
-        if self.is_client_done:
-            is_concerned = plan is not None and seat in (plan.first, plan.decode)
-            return [*transfer_actions, *(self._release_all() if is_concerned else [])]
-        if plan is None:
-            return transfer_actions
-        if seat not in (plan.first, plan.decode):
-            is_awaited = self.phase is Phase.FETCH and self._transfers.open is None
-            return [*transfer_actions, *(self._prefill(plan) if is_awaited else [])]
-        if seat == plan.first and self.phase is Phase.HANDOFF:
-            assert plan.decode is not None
-            return [*transfer_actions, *self._decode_cold(plan.decode)]
-        if seat == plan.first and self.phase is Phase.DECODE:
-            return transfer_actions
-        return [*transfer_actions, *self._place_again(seat)]
-
-    def _place_again(self, lost: Seat) -> list[Action]:
-        reason = f"instance {lost.instance} was lost"
-        if self.attempt >= self._limits.max_attempts:
-            return [*self._fail(f"{reason}, at attempt {self.attempt}"), *self._release_all()]
-        if self.spec.resample and self.generated:
-            return [*self._fail(f"{reason} in mid-generation"), *self._release_all()]
-        actions = self._release_all()
-        self.phase = Phase.UNPLACED
-        self.plan = None
-        return [*actions, Note("lost", lost.instance), PlaceAgain(reason)]
-
-    # ── transfers ─────────────────────────────────────────────────────────────────────────────
+    # ── to the first token, on P ──────────────────────────────────────────────────────────────
 
     def _fetch(self, plan: Plan, fetch: Fetch) -> list[Action]:
         """P reserves blocks for what the source is to send."""
@@ -376,8 +235,137 @@ class RequestLifecycle:
         assert 0 < num_tokens <= self.num_tokens and not num_tokens % self._limits.block_size
         note = Note("fetching", source.instance, {"tokens": num_tokens})
         token_ids = self.token_ids[:num_tokens]
-        ask = self._ask(Direction.FETCH, source, plan.first, token_ids, fetch.deadline_s)
-        return [note, *ask]
+        return [note, self._ask(Direction.FETCH, source, plan.first, token_ids, fetch.deadline_s)]
+
+    def _prefill(self, plan: Plan) -> list[Action]:
+        """P computes what it does not hold of the prompt."""
+        self.phase = Phase.PREFILL
+        return [self._told.prefill(plan, self.attempt, self.generated)]
+
+    def _on_started(self, event: Started) -> list[Action]:
+        """P computes now: the time to have D reserve blocks."""
+        plan = self._running_plan()
+        if plan is None:
+            return []
+        note = Note("started", event.instance, {"cached_tokens": event.cached_tokens})
+        if event.instance != plan.first.instance or self.phase is not Phase.PREFILL:
+            return [note]
+        if self.cached_tokens is None:
+            self.cached_tokens = event.cached_tokens
+        if plan.decode is None or plan.decode in self._told:  # whole, or asked before
+            return [note]
+        return [note, self._ask(Direction.FORWARD, plan.first, plan.decode, self.token_ids)]
+
+    def _on_output(self, instance: InstanceId, output: TokenOutput) -> list[Action]:
+        plan = self._running_plan()
+        if plan is None or output.attempt != self.attempt:
+            return []
+        if output.finish_reason in ("error", "abort"):
+            return [*self._fail(f"instance {instance} gave up the request"), *self._release_all()]
+        if self.phase is Phase.PREFILL and instance == plan.first.instance:
+            return self._on_prefill_output(plan, output)
+        if self.phase is Phase.DECODE and instance == plan.last.instance:
+            self.is_decode_cold = False
+            return self._pass_on(plan, output, says_prompt=False)
+        return []
+
+    def _on_prefill_output(self, plan: Plan, output: TokenOutput) -> list[Action]:
+        if self._prompt_attempt is None:
+            self._prompt_attempt = self.attempt
+        says_prompt = self._prompt_attempt == self.attempt
+        self.is_prompt_computed |= bool(output.token_ids) or output.finish_reason is not None
+        if plan.decode is None:
+            return self._pass_on(plan, output, says_prompt=says_prompt)
+        if output.finish_reason is None:  # the prompt's logprobs, ahead of the first token
+            return [Deliver(Delivery(tokens=False, final=False, prompt=says_prompt))]
+        learned = self._learned(plan, plan.first, self.num_tokens)
+        final = not self.spec.resample and output.finish_reason != "length"
+        delivery = Delivery(tokens=not self.spec.resample, final=final, prompt=says_prompt)
+        if not self.spec.resample:
+            self.generated += output.token_ids
+        if final:
+            self.is_client_done = True
+            return [Deliver(delivery), *learned, *self._release_all()]
+        return [Deliver(delivery), *learned, *self._hand_off()]
+
+    # ── to the last token, on D ───────────────────────────────────────────────────────────────
+
+    def _hand_off(self) -> list[Action]:
+        """P has finished; D starts when the KV is there, or at once if it will not come."""
+        self.phase = Phase.HANDOFF
+        return self._decode_cold() if self._transfers.open is None else []
+
+    def _decode_cold(self) -> list[Action]:
+        """D computes the prompt itself; P's pin has no more use."""
+        assert self.plan is not None
+        self.is_decode_cold = True
+        return [*self._told.forget(self.plan.first), *self._decode()]
+
+    def _decode(self) -> list[Action]:
+        assert self.plan is not None
+        self.phase = Phase.DECODE
+        return [self._told.decode(self.plan, self.attempt, self.generated)]
+
+    def _pass_on(self, plan: Plan, output: TokenOutput, *, says_prompt: bool) -> list[Action]:
+        """An output of the instance that runs the request to its end."""
+        final = output.finish_reason is not None
+        self.generated += output.token_ids
+        deliver = Deliver(Delivery(tokens=True, final=final, prompt=says_prompt))
+        if not final:
+            return [deliver]
+        self.is_client_done = True
+        self.phase = Phase.DRAIN
+        if plan.returns:  # what is held will be known from `Finished`
+            return [deliver]
+        # The last token was sampled, not computed: it has no KV.
+        return [deliver, *self._learned(plan, plan.last, self.num_tokens - 1)]
+
+    # ── after the last token ──────────────────────────────────────────────────────────────────
+
+    def _on_stop_seen(self) -> list[Action]:
+        if self.is_client_done:
+            return []
+        self.is_client_done = True
+        note, runner = Note("stop string"), self._runner()
+        if self.plan is None or runner is None or self.plan.is_private(runner):
+            return [note, *self._release_all()]
+        self.phase = Phase.DRAIN
+        return [note, self._told.stop(runner)]
+
+    def _on_finished(self, event: Finished) -> list[Action]:
+        """What the run has left is pinned where it ended."""
+        plan = self.plan
+        if plan is None or self.phase is not Phase.DRAIN:
+            return []
+        if event.instance != plan.last.instance or plan.last not in self._told:
+            return []
+        # After a stop string the engine may have run on: the client never saw those tokens.
+        held_tokens = min(event.held_tokens, self.num_tokens)
+        return [*self._learned(plan, plan.last, held_tokens), *self._give_back(plan, held_tokens)]
+
+    def _give_back(self, plan: Plan, held_tokens: int) -> list[Action]:
+        """P gets D's KV of so many tokens, if it lacks any of that; then everybody forgets it."""
+        block_size = self._limits.block_size
+        full_tokens = held_tokens // block_size * block_size
+        is_new = full_tokens > self._told.num_tokens(plan.first)  # P computed those itself
+        is_possible = plan.first in self._told and self._transfers.open is None
+        if not (plan.returns and is_possible and is_new):
+            return self._release_all()
+        self.phase = Phase.RETURN
+        return [self._ask(Direction.BACK, plan.last, plan.first, self.token_ids[:full_tokens])]
+
+    def _release_all(self) -> list[Action]:
+        """Everybody forgets the request; an open transfer ends as its state allows."""
+        self.phase = Phase.DRAIN
+        return [*self._transfers.give_up(), *self._told.forget_all()]
+
+    def _end_if_quiet(self) -> list[Action]:
+        if not self.is_client_done or self._told or not self._transfers.are_over:
+            return []
+        self.phase = Phase.ENDED
+        return [Ended()]
+
+    # ── transfers ─────────────────────────────────────────────────────────────────────────────
 
     def _ask(
         self,
@@ -386,196 +374,140 @@ class RequestLifecycle:
         receiver: Seat,
         token_ids: list[int],
         deadline_s: float | None = None,
-    ) -> list[Action]:
+    ) -> Send:
         assert self.plan is not None
-        known = min(self._known.get(receiver, 0), len(token_ids))
-        self._known[receiver] = max(known, len(token_ids))
-        ask = self._transfers.ask(
+        return self._transfers.ask(
             direction,
             sender,
             receiver,
             self.attempt,
-            known_tokens=known,
+            known_tokens=self._told.tell(receiver, len(token_ids)),
             token_ids=token_ids,
             is_private=direction is Direction.FORWARD and self.plan.decode_is_private,
             deadline_s=self._limits.reservation_s if deadline_s is None else deadline_s,
+            # Only what D runs on is worth waiting for.
+            patience_s=self._limits.room_wait_s if direction is Direction.FORWARD else 0.0,
+            expected_tokens=self.plan.expected_tokens if direction is Direction.FORWARD else 0,
         )
-        return [ask]
 
-    def _on_transfer_event(
-        self,
-        transfer: Transfer,
-        event: Allocated | Refused | Expired | Sent | TransmitFailed | Inserted | InsertFailed,
-    ) -> list[Action]:
-        state = transfer.state
-        match event:
-            case Allocated() if state is TransferState.ASKED:
-                return self._on_allocated(transfer, event)
-            case Refused() if state is TransferState.ASKED:
-                self._transfers.close()
-                note = Note("refused", event.instance, {"reason": event.reason})
-                return [note, *self._without_transfer(transfer)]
-            case Sent() if state is TransferState.ORDERED:
-                return self._on_sent(transfer, event)
-            case TransmitFailed() if state is TransferState.ORDERED:
-                note = Note("transmit failed", event.instance, {"reason": event.reason})
-                cancel = self._transfers.fail(transfer)
-                return [note, *cancel, *self._without_transfer(transfer)]
-            case Inserted() if state is TransferState.SENT:
-                return self._on_inserted(transfer, event)
-            case InsertFailed() if state is TransferState.SENT:
-                self._transfers.close()
-                note = Note("insert failed", event.instance, {"reason": event.reason})
-                return [note, *self._after_insert(transfer)]
-            case Expired() if state is TransferState.ORDERED:
-                return self._on_expired(transfer)
-        return []
+    def _on_transfer_event(self, event: TransferEvent) -> list[Action]:
+        transfer = self._transfers.open
+        actions, outcome = self._transfers.step(event)
+        if transfer is None or outcome is None:
+            return actions
+        match outcome:
+            case Outcome.ARRIVED:
+                return [*actions, *self._with_transfer(transfer)]
+            case Outcome.NOTHING:
+                return [*actions, *self._without_transfer()]
+            case Outcome.LATE if self.phase is Phase.PREFILL:  # the prompt is being computed
+                return actions
+            case Outcome.LATE:
+                return [*actions, *self._transfers.give_up(), *self._without_transfer()]
+            case Outcome.OVER:
+                return [*actions, *self._after_transfer(transfer, event)]
 
-    def _on_allocated(self, transfer: Transfer, event: Allocated) -> list[Action]:
-        detail: dict[str, str | int | float] = {
-            "hit_blocks": event.hit_blocks,
-            "blocks": len(event.block_ids),
-        }
-        note = Note("allocated", event.instance, detail)
-        if transfer.direction is Direction.FETCH and not event.block_ids:
-            return [note, *self._commit(transfer, 0)]  # P holds all of it by now
-        return [note, self._transfers.order(transfer, event)]
-
-    def _on_sent(self, transfer: Transfer, event: Sent) -> list[Action]:
-        detail: dict[str, str | int | float] = {
-            "blocks": event.num_blocks,
-            "bytes": event.size_bytes,
-            "seconds": event.seconds,
-        }
-        note = Note("sent", event.instance, detail)
-        return [note, *self._commit(transfer, event.size_bytes)]
-
-    def _commit(self, transfer: Transfer, size_bytes: int) -> list[Action]:
+    def _with_transfer(self, transfer: Transfer) -> list[Action]:
         """The KV is at the receiver; the request goes on there."""
-        send = self._transfers.commit(transfer, size_bytes)
+        assert self.plan is not None
         match transfer.direction:
             case Direction.FETCH:
-                assert self.plan is not None
-                return [send, *self._prefill(self.plan)]
+                return self._prefill(self.plan)
             case Direction.FORWARD:
-                return [send, *self._decode(transfer.receiver)]
+                return self._decode()
             case Direction.BACK:
-                return [send]
+                return []
 
-    def _on_inserted(self, transfer: Transfer, event: Inserted) -> list[Action]:
-        self._transfers.close()
-        note = Note(_INSERTED[transfer.direction], event.instance, {"tokens": event.num_tokens})
-        learned = self._learned(transfer.receiver, min(event.num_tokens, self.num_tokens))
-        return [note, *learned, *self._after_insert(transfer)]
-
-    def _on_expired(self, transfer: Transfer) -> list[Action]:
-        """The receiver asks whether its reservation is still wanted."""
-        note = Note("reservation expired", transfer.receiver.instance)
-        if self.phase is Phase.PREFILL:  # the prompt is still being computed: it is
-            return [note]
-        return [note, *self._transfers.give_up(), *self._without_transfer(transfer)]
-
-    def _without_transfer(self, transfer: Transfer) -> list[Action]:
-        """The transfer has ended without bringing anything."""
+    def _without_transfer(self) -> list[Action]:
+        """It has ended without bringing anything."""
         if self.is_client_done:
             return self._release_all()
-        if self.phase is Phase.FETCH:
+        assert self.plan is not None
+        match self.phase:
+            case Phase.FETCH:
+                return self._prefill(self.plan)
+            case Phase.HANDOFF:
+                return self._decode_cold()
+        return []
+
+    def _after_transfer(self, transfer: Transfer, event: TransferEvent) -> list[Action]:
+        """What came is history at the receiver, if it could be inserted."""
+        learned: list[Action] = []
+        if isinstance(event, Inserted):
             assert self.plan is not None
-            return self._prefill(self.plan)
-        return self._decode_cold(transfer.receiver) if self.phase is Phase.HANDOFF else []
+            num_tokens = min(event.num_tokens, self.num_tokens)
+            learned = self._learned(self.plan, transfer.receiver, num_tokens)
+        return [*learned, *(self._release_all() if transfer.direction is Direction.BACK else [])]
 
-    def _after_insert(self, transfer: Transfer) -> list[Action]:
-        return self._release_all() if transfer.direction is Direction.BACK else []
+    # ── what goes wrong ───────────────────────────────────────────────────────────────────────
 
-    # ── prefill, decode, return, release ──────────────────────────────────────────────────────
-
-    def _prefill(self, plan: Plan) -> list[Action]:
-        """P computes what it does not hold of the prompt."""
-        self.phase = Phase.PREFILL
-        token_ids = self.token_ids
-        known = self._known.get(plan.first, 0)
-        self._known[plan.first] = len(token_ids)
-        command = Prefill(
-            epoch=plan.first.epoch,
-            request_id=self.spec.id,
-            attempt=self.attempt,
-            request=self.spec.request,
-            known_tokens=known,
-            token_ids=token_ids[known:],
-            whole=plan.decode is None,
-            hold=plan.decode is not None,
-            is_private=plan.first_is_private,
-            resample=self.spec.resample and plan.decode is not None,
-            num_generated=len(self.generated),
-        )
-        return [Send(plan.first.instance, command)]
-
-    def _hand_off(self, decode: Seat) -> list[Action]:
-        """P has finished; D starts when the KV is there, or at once if it will not come."""
-        self.phase = Phase.HANDOFF
-        return self._decode_cold(decode) if self._transfers.open is None else []
-
-    def _decode_cold(self, decode: Seat) -> list[Action]:
-        """D computes the prompt itself; P's pin has no more use."""
-        assert self.plan is not None
-        self.is_decode_cold = True
-        return [*self._release(self.plan.first), *self._decode(decode)]
-
-    def _decode(self, decode: Seat) -> list[Action]:
-        plan = self.plan
-        assert plan is not None
-        self.phase = Phase.DECODE
-        token_ids = self.token_ids
-        known = min(self._known.get(decode, 0), len(token_ids))
-        self._known[decode] = len(token_ids)
-        command = Decode(
-            epoch=decode.epoch,
-            request_id=self.spec.id,
-            attempt=self.attempt,
-            request=self.spec.request,
-            known_tokens=known,
-            token_ids=token_ids[known:],
-            num_generated=len(self.generated),
-            hold=plan.returns,
-            is_private=plan.decode_is_private,
-        )
-        return [Send(decode.instance, command)]
-
-    def _give_back(self, first: Seat, decode: Seat, held_tokens: int) -> list[Action]:
-        """The request has ended on D, whose KV of `held_tokens` tokens is pinned."""
-        assert self.plan is not None
-        block_size = self._limits.block_size
-        full_tokens = held_tokens // block_size * block_size
-        is_possible = self.plan.returns and first in self._known and self._transfers.open is None
-        if not is_possible or full_tokens <= self._known[first]:  # P computed those itself
-            return self._release_all()
-        self.phase = Phase.RETURN
-        return self._ask(Direction.BACK, decode, first, self.token_ids[:full_tokens])
-
-    def _release(self, seat: Seat) -> list[Action]:
-        if self._known.pop(seat, None) is None:
+    def _on_cancelled(self) -> list[Action]:
+        if self.is_client_done:
             return []
-        return [Send(seat.instance, Abort(epoch=seat.epoch, request_id=self.spec.id))]
+        self.is_client_done = True
+        return self._release_all()
 
-    def _release_all(self) -> list[Action]:
-        """Everybody forgets the request; an open transfer ends as its state allows."""
-        self.phase = Phase.DRAIN
-        actions = self._transfers.give_up()
-        for seat in list(self._known):
-            actions += self._release(seat)
-        return actions
+    def _on_rejected(self, event: Rejected) -> list[Action]:
+        if self.plan is None or self.plan.seat_on(event.instance) not in self._told:
+            return []
+        return [*self._fail(event.message), *self._release_all()]
+
+    def _on_instance_lost(self, seat: Seat) -> list[Action]:
+        self._told.lost(seat)
+        return [*self._transfers.lost(seat), *self._go_on_without(seat)]
+
+    def _go_on_without(self, seat: Seat) -> list[Action]:
+        plan = self.plan
+        if plan is None:
+            return []
+        has_part = seat in (plan.first, plan.decode)
+        if self.is_client_done:
+            return self._release_all() if has_part else []
+        match self.phase:
+            case Phase.FETCH if not has_part and self._transfers.open is None:  # it was the source
+                return self._prefill(plan)
+            case Phase.HANDOFF if seat == plan.first:
+                return self._decode_cold()
+            case Phase.DECODE if seat == plan.first:
+                return []
+        return self._place_again(seat) if has_part else []
+
+    def _place_again(self, lost: Seat) -> list[Action]:
+        reason = f"instance {lost.instance} was lost"
+        if self.attempt >= self._limits.max_attempts:
+            return [*self._fail(f"{reason}, at attempt {self.attempt}"), *self._release_all()]
+        if self.spec.resample and self.generated:
+            return [*self._fail(f"{reason} in mid-generation"), *self._release_all()]
+        return self._unplace(Note("lost", lost.instance), reason)
+
+    def _on_instance_silent(self, seat: Seat) -> list[Action]:
+        """Who waits for it goes on without it, if anything is left to fall back on afterwards."""
+        plan = self._running_plan()
+        if plan is None:
+            return []
+        if self.phase is Phase.HANDOFF and seat == plan.first:
+            if not self._transfers.is_sending:
+                return []
+            return [*self._transfers.give_up(), *self._decode_cold()]
+        is_at_first = self.phase in (Phase.FETCH, Phase.PREFILL)
+        if seat != (plan.first if is_at_first else plan.last):
+            return []
+        is_last = self.attempt >= self._limits.max_attempts - 1
+        if is_last or (self.spec.resample and self.generated):
+            return []
+        return self._unplace(Note("silent", seat.instance), f"{seat.instance} is silent")
+
+    def _unplace(self, note: Note, reason: str) -> list[Action]:
+        actions = self._release_all()
+        self.phase = Phase.UNPLACED
+        self.plan = None
+        return [*actions, note, PlaceAgain(reason)]
 
     def _fail(self, message: str) -> list[Action]:
         if self.is_client_done:
             return []
         self.is_client_done = True
         return [Fail(message)]
-
-    def _end_if_quiet(self) -> list[Action]:
-        if not self.is_client_done or self._known or not self._transfers.are_over:
-            return []
-        self.phase = Phase.ENDED
-        return [Ended()]
 
     # ── small helpers ─────────────────────────────────────────────────────────────────────────
 
@@ -585,27 +517,13 @@ class RequestLifecycle:
 
     def _runner(self) -> Seat | None:
         """The instance that runs the request to its end, if it does so now."""
-        if self.plan is None:
+        plan = self.plan
+        if plan is None or self.phase is not (Phase.DECODE if plan.decode else Phase.PREFILL):
             return None
-        if self.phase is Phase.DECODE:
-            return self.plan.decode
-        is_whole = self.phase is Phase.PREFILL and self.plan.decode is None
-        return self.plan.first if is_whole else None
+        return plan.last
 
-    def _seat_of(self, instance: InstanceId) -> Seat | None:
-        """The seat of the plan on this instance."""
-        if self.plan is None:
-            return None
-        seats = (self.plan.first, self.plan.decode)
-        return next((seat for seat in seats if seat and seat.instance == instance), None)
-
-    def _is_private(self, seat: Seat) -> bool:
-        assert self.plan is not None
-        is_first = seat == self.plan.first
-        return self.plan.first_is_private if is_first else self.plan.decode_is_private
-
-    def _learned(self, seat: Seat, num_tokens: int) -> list[Action]:
+    def _learned(self, plan: Plan, seat: Seat, num_tokens: int) -> list[Action]:
         """What the prompt tree may believe of this instance."""
-        if self._is_private(seat) or num_tokens <= 0:
+        if plan.is_private(seat) or num_tokens <= 0:
             return []
         return [Learned(seat.instance, num_tokens)]

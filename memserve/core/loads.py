@@ -7,7 +7,7 @@ of long ones are not the same. All arrays have one place per instance (`slots`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -59,13 +59,20 @@ class Loads:
         self.has_role: dict[Role, Bools] = {
             role: np.array([role is other for other in roles.values()], bool) for role in Role
         }
+        self.all_roles = frozenset(roles.values())
         degrees = [(tp_of or {}).get(instance, cost.tp) for instance in self.instances]
         costs = {tp: CostModel(cost.profile, tp) for tp in {*degrees} - {cost.tp}} | {cost.tp: cost}
         self._costs = [costs[tp] for tp in degrees]
+        self.by_cost: list[tuple[CostModel, Counts]] = [
+            (cost, np.flatnonzero([tp == other for other in degrees])) for tp, cost in costs.items()
+        ]
+        """Each cost model, and the instances (their places) that it is for."""
         count = len(self.instances)
         self.is_ready: Bools = np.zeros(count, bool)
         self.is_open: Bools = np.zeros(count, bool)
         """Ready, and may have more requests."""
+        self.is_silent: Bools = np.zeros(count, bool)
+        """Ready, but it may hang (`hearing.py`)."""
         self.is_busy: Bools = np.zeros(count, bool)
         """Has enough prompts to compute: what is to be computed there waits at the scheduler."""
         self.num_requests: Counts = np.zeros(count, np.int64)
@@ -81,7 +88,7 @@ class Loads:
         """Of that: room that holds nothing."""
         self.sending_bytes: Counts = np.zeros(count, np.int64)
         self.receiving_bytes: Counts = np.zeros(count, np.int64)
-        self.num_silent: Counts = np.zeros(count, np.int64)
+        self.num_owed: Counts = np.zeros(count, np.int64)
         """Transfers that it was told to give up, and has not: it may hang."""
         self.fetch_times = FetchTimes(count)
         self.step_s: Seconds = np.zeros(count)
@@ -106,7 +113,8 @@ class Loads:
     def end(self, instance: InstanceId) -> None:
         """A life is over, and what it had to do; transfers end by themselves (`add_transfer`)."""
         slot = self.slots[instance]
-        self.is_ready[slot] = self.is_open[slot] = self.is_busy[slot] = False
+        for mask in (self.is_ready, self.is_open, self.is_silent, self.is_busy):
+            mask[slot] = False
         for counts in (
             self.num_requests,
             self.num_prefills,
@@ -161,11 +169,34 @@ class Loads:
         self.sending_bytes[self.slots[source]] += size_bytes
         self.receiving_bytes[self.slots[target]] += size_bytes
 
-    def add_silent(self, source: InstanceId, count: int) -> None:
+    def add_owed(self, source: InstanceId, count: int) -> None:
         """It owes so many answers more (negative: it has given them, or is lost)."""
-        self.num_silent[self.slots[source]] += count
+        self.num_owed[self.slots[source]] += count
 
     # ── what is read ──────────────────────────────────────────────────────────────────────────
+
+    def roles_there(self) -> set[Role]:
+        """Of those that are ready, and not silent."""
+        is_there = self.is_ready & ~self.is_silent
+        return {role for role in self.all_roles if (is_there & self.has_role[role]).any()}
+
+    def longest_step_s(self, instance: InstanceId) -> float:
+        """The longest step that it may be in, by what it has to do. Does not mutate."""
+        slot = self.slots[instance]
+        seconds = self.step_s.item(slot)
+        if self.num_prefills[slot]:
+            cost = self._costs[slot]
+            chunk = cost.profile.chunk_tokens
+            context = max(self.context_tokens.item(slot), chunk)
+            seconds += min(self.prefill_s.item(slot), cost.exec_s(context, context - chunk))
+        return seconds
+
+    def each_s(self, seconds: Callable[[CostModel], float]) -> Seconds:
+        """[instances] By everyone's own cost model."""
+        each_s = np.empty(len(self.instances))
+        for cost, slots in self.by_cost:
+            each_s[slots] = seconds(cost)
+        return each_s
 
     def cost_of(self, instance: InstanceId) -> CostModel:
         """At its degree of tensor parallelism."""
@@ -174,7 +205,7 @@ class Loads:
     @property
     def can_send(self) -> Bools:
         """[instances] Whom to fetch from: those who answer. Being full is no reason against it."""
-        is_able: Bools = self.is_ready & (self.num_silent == 0)
+        is_able: Bools = self.is_ready & ~self.is_silent & (self.num_owed == 0)
         return is_able
 
     def queue_s(self, now: float) -> Seconds:
@@ -194,12 +225,12 @@ class Loads:
 
     def check_integrity(self) -> None:
         """Raises: AssertionError if the arrays contradict each other."""
-        assert not ((self.is_open | self.is_busy) & ~self.is_ready).any()
+        assert not ((self.is_open | self.is_busy | self.is_silent) & ~self.is_ready).any()
         assert (self.num_prefills >= 0).all() and (self.num_prefills <= self.num_requests).all()
         assert (self.num_fetching >= 0).all() and (self.num_fetching <= self.num_prefills).all()
         for counts in (self.queued_tokens, self.context_tokens):
             assert (counts >= 0).all() and not counts[self.num_requests == 0].any()
         assert (self.sending_bytes >= 0).all() and (self.receiving_bytes >= 0).all()
-        assert (self.num_silent >= 0).all()
+        assert (self.num_owed >= 0).all()
         assert self.sending_bytes.sum() == self.receiving_bytes.sum()
         assert not self.prefill_s[self.num_prefills == 0].any()

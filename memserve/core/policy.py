@@ -18,10 +18,14 @@ Whether KV that another instance holds is fetched, by `[scheduler] fetch`: `auto
 policy, `always` lets the chosen instance fetch whatever another one holds and it lacks, `never`
 lets it compute that.
 
-Whether a request runs whole, by `[scheduler] split`: on a colocated instance, always. A decode
-instance is as complete an engine, and may run a request whole too: `always` splits all, `never`
-splits none, `auto` leaves it to the policy (only `cost` can tell, and only with a calibrated
-profile: a guess that is right within a factor of two cannot; else it is the same as `always`).
+Whether a request runs whole, by `[scheduler] split`: on a colocated instance, always. The others
+are engines as complete, and may run a request whole too. `always` splits all. `never` lets decode
+instances run all. `auto` leaves it to the policy (only `cost` can tell, and only with a calibrated
+profile: a guess that is right within a factor of two cannot; else all are split).
+
+But for `always`, whoever lives stands in for those who do not: where no prefill instance is there,
+the decode instances run requests whole, and the other way round. Who is only busy, or full, is
+there; who is silent (`hearing.py`) is not.
 """
 
 from __future__ import annotations
@@ -48,6 +52,43 @@ class Split(enum.Enum):
     AUTO = "auto"
     ALWAYS = "always"
     NEVER = "never"
+
+
+class Splitting(msgspec.Struct, frozen=True):
+    """Which roles do what, depending on the roles of those who are there; see the module."""
+
+    split: Split
+    can_tell: bool = False
+    """Whether the policy can tell if a request is better split or run whole."""
+
+    def is_split(self, there: Collection[Role]) -> bool:
+        """Whether requests may be split."""
+        is_pair = Role.PREFILL in there and Role.DECODE in there
+        return is_pair and self.split is not Split.NEVER
+
+    def wholes(self, there: Collection[Role]) -> set[Role]:
+        """The roles that may run requests whole."""
+        wholes = {Role.COLOCATED}
+        if self.split is not Split.ALWAYS:
+            if self.split is Split.NEVER or self.can_tell or Role.PREFILL not in there:
+                wholes.add(Role.DECODE)
+            if Role.DECODE not in there:
+                wholes.add(Role.PREFILL)
+        return wholes.intersection(there)
+
+    def can_place(self, there: Collection[Role], free: Collection[Role] | None = None) -> bool:
+        """Whether a request could be served. `free`: those that can take one; None: all."""
+        free = there if free is None else free
+        is_pair_free = Role.PREFILL in free and Role.DECODE in free
+        return not self.wholes(there).isdisjoint(free) or (self.is_split(there) and is_pair_free)
+
+    def absence(self, there: Collection[Role], all_roles: Collection[Role]) -> str | None:
+        """Who of a pair is not there, in words; None: nobody is missed."""
+        pair = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+        absent = [word for role, word in pair.items() if role in all_roles and role not in there]
+        if not absent or (self.split is Split.NEVER and absent == ["prefill"]):
+            return None
+        return f"no {' and no '.join(absent)} instance answers"
 
 
 class Fetching(enum.Enum):
@@ -141,6 +182,9 @@ class Policy(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def splitting(self) -> Splitting: ...
+
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """Does not mutate. Raises: UnavailableError if no open instance can run the request."""
         ...
@@ -148,15 +192,6 @@ class Policy(Protocol):
     def placed(self, demand: Demand, placement: Placement) -> None:
         """The request runs there. Mutates what the policy remembers."""
         ...
-
-
-def can_place(roles: Collection[Role], split: Split) -> bool:
-    """Whether instances of these roles could serve a request."""
-    if Role.COLOCATED in roles:
-        return True
-    if split is Split.NEVER:
-        return Role.DECODE in roles
-    return Role.DECODE in roles and Role.PREFILL in roles
 
 
 def session_key(explicit: str | None, packed: bytes, block_bytes: int) -> str:
@@ -170,25 +205,27 @@ class Eligible(msgspec.Struct, frozen=True):
     whole: Bools
     prefill: Bools
     decode: Bools
+    reason: Detail
+    """What a placement's reason has to say of that."""
 
 
-def eligible(
-    loads: Loads, split: Split, *, may_wait: bool, whole_on_decode: bool = False
-) -> Eligible:
+def eligible(loads: Loads, splitting: Splitting, *, may_wait: bool) -> Eligible:
     """By roles, among the open ones. Raises: UnavailableError if nobody can run a request.
 
-    `may_wait`: as in `Demand`. `whole_on_decode`: whether AUTO lets decode instances run requests
-    whole.
+    `may_wait`: as in `Demand`.
     """
-    is_decode = loads.is_open & loads.has_role[Role.DECODE]
-    whole = loads.is_open & loads.has_role[Role.COLOCATED]
-    prefill = loads.is_open & loads.has_role[Role.PREFILL]
-    if split is Split.NEVER or (split is Split.AUTO and whole_on_decode):
-        whole = whole | is_decode
-    if split is Split.NEVER or not is_decode.any():
+    there = loads.roles_there()
+    is_open = loads.is_open & ~loads.is_silent
+    whole = np.zeros_like(is_open)
+    for role in splitting.wholes(there):
+        whole |= is_open & loads.has_role[role]
+    decode = is_open & loads.has_role[Role.DECODE]
+    prefill = is_open & loads.has_role[Role.PREFILL]
+    if not splitting.is_split(there) or not decode.any():
         prefill = np.zeros_like(prefill)
     if not whole.any() and not prefill.any():
         raise UnavailableError("no instance is ready that could run the request")
     if not may_wait and ((whole | prefill) & ~loads.is_busy).any():
         whole, prefill = whole & ~loads.is_busy, prefill & ~loads.is_busy
-    return Eligible(whole, prefill, is_decode)
+    absence = splitting.absence(there, loads.all_roles)
+    return Eligible(whole, prefill, decode, {} if absence is None else {"runs whole": absence})

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from memserve.core.loads import Bools, Loads
-from memserve.core.policy import Demand, Placement, Split, eligible
+from memserve.core.policy import Demand, Placement, Split, Splitting, eligible
 from memserve.core.timeline import Number
 from memserve.types import InstanceId
 
@@ -29,11 +29,11 @@ class RankingPolicy:
     name = ""
 
     def __init__(self, split: Split) -> None:
-        self._split = split
+        self.splitting = Splitting(split)
 
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
-        can = eligible(loads, self._split, may_wait=demand.may_wait)
+        can = eligible(loads, self.splitting, may_wait=demand.may_wait)
         firsts = _places(can.whole | can.prefill)
         first = min(firsts, key=lambda slot: (*self.first_rank(slot, demand, loads), slot))
         considered, decode = firsts, None
@@ -51,6 +51,7 @@ class RankingPolicy:
             reason={
                 "policy": self.name,
                 "tokens": demand.num_tokens,
+                **can.reason,
                 "candidates": [_terms(slot, demand, loads) for slot in [*chosen, *others][:_SHOWN]],
             },
         )

@@ -6,6 +6,7 @@ events and what happens on the client's side), and carries the actions out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -61,6 +62,22 @@ class Plan(msgspec.Struct, frozen=True):
     """D gives the KV of generated tokens back."""
     fetch: Fetch | None = None
     """What `first` is to fetch; nothing, if it is private."""
+    expected_tokens: int = 0
+    """That will be generated, as far as one can tell: D keeps room for them."""
+
+    @property
+    def last(self) -> Seat:
+        """Who runs the request to its end."""
+        return self.decode or self.first
+
+    def seat_on(self, instance: InstanceId) -> Seat | None:
+        """Its seat in this plan, if it has one."""
+        seats = (self.first, self.decode)
+        return next((seat for seat in seats if seat and seat.instance == instance), None)
+
+    def is_private(self, seat: Seat) -> bool:
+        """Whether this one of its seats keeps nothing."""
+        return self.first_is_private if seat == self.first else self.decode_is_private
 
 
 class RequestSpec(msgspec.Struct, frozen=True):
@@ -91,6 +108,8 @@ class Limits(msgspec.Struct, frozen=True):
     max_attempts: int
     """How often a request is placed at most."""
     reservation_s: float
+    room_wait_s: float = 300.0
+    """A request's KV waits so long at P for room at D; D computes it then."""
 
 
 # What `step` asks of the scheduler.
@@ -133,7 +152,7 @@ class Note(msgspec.Struct, frozen=True):
 
     name: str
     instance: InstanceId | None = None
-    detail: dict[str, str | int | float] = {}
+    detail: Mapping[str, str | int | float] = {}
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -160,6 +179,12 @@ class InstanceLost(msgspec.Struct, frozen=True):
     seat: Seat
 
 
+class InstanceSilent(msgspec.Struct, frozen=True):
+    """Nothing has been heard of this life for long: it may hang. Others could take over."""
+
+    seat: Seat
+
+
 class Output(msgspec.Struct, frozen=True):
     """One `TokenOutput`, with where it came from."""
 
@@ -167,16 +192,10 @@ class Output(msgspec.Struct, frozen=True):
     output: TokenOutput
 
 
-WorkerEvent: TypeAlias = (
-    Started
-    | Finished
-    | Rejected
-    | Allocated
-    | Refused
-    | Expired
-    | Sent
-    | TransmitFailed
-    | Inserted
-    | InsertFailed
+TransferEvent: TypeAlias = (
+    Allocated | Refused | Expired | Sent | TransmitFailed | Inserted | InsertFailed
 )
-AnyInput: TypeAlias = WorkerEvent | Output | ClientCancelled | StopSeen | InstanceLost
+WorkerEvent: TypeAlias = Started | Finished | Rejected | TransferEvent
+AnyInput: TypeAlias = (
+    WorkerEvent | Output | ClientCancelled | StopSeen | InstanceLost | InstanceSilent
+)

@@ -20,17 +20,18 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
+from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from memserve.errors import TransferError
 from memserve.ops.build import BlockCopyLibrary, Copy, Side, open_library
 from memserve.ops.views import BlockView
 
-Ids = npt.NDArray[np.int32]
+Ids: TypeAlias = "array[int]"
+"""Of 32 bits each, as the kernels take them."""
 
 
 class BlockOps(ABC):
@@ -149,7 +150,7 @@ class TorchBlockOps(BlockOps):
         target_ids: Ids,
         stream: torch.cuda.Stream | None,
     ) -> None:
-        pairs = list(zip(source_ids.tolist(), target_ids.tolist(), strict=True))
+        pairs = list(zip(source_ids, target_ids, strict=True))
         with torch.cuda.stream(stream):
             for layer in range(source.num_layers):
                 blocks, places = source.layer(layer), target.layer(layer)
@@ -173,7 +174,10 @@ MAX_SMS = 12
 SWAP_SMS = 4
 """That many fill the host link."""
 ENGINE_RUN_BYTES = 1 << 20
-"""Copy engines pay for each contiguous run; from this size on they are the faster way to DRAM."""
+"""Copy engines pay for each contiguous run; from this size on they are the faster way to DRAM, and
+the one that leaves the engine alone: a kernel that writes to host memory holds up the end of every
+other kernel. The way back is a kernel's: on a copy engine the small copies of the engine's next
+step would wait behind it. `bench/swap_vs_tpot.py` shows both."""
 
 
 class CudaBlockOps(BlockOps):
@@ -243,7 +247,7 @@ class CudaBlockOps(BlockOps):
         if self._swap_method is not Method.AUTO:
             return self._swap_method
         is_long = min(source.run_bytes, target.run_bytes) >= ENGINE_RUN_BYTES
-        return Method.BATCH if is_long else Method.AUTO
+        return Method.BATCH if is_long and source.memory.is_cuda else Method.AUTO
 
     def _counter(self, stream: torch.cuda.Stream) -> int | None:
         """The address of the stream's counter: its kernels follow each other and can share one."""
@@ -280,11 +284,11 @@ def library_for(device: torch.device) -> BlockCopyLibrary:
 
 def _side(view: BlockView, block_ids: Ids) -> Side:
     return Side(
-        base=view.memory.data_ptr(),
+        base=view.base,
         block_stride=view.block_stride,
         row_stride=view.rows.stride,
-        layer_offsets=view.row_offsets.ctypes.data,
-        block_ids=block_ids.ctypes.data,
+        layer_offsets=view.offsets_address,
+        block_ids=block_ids.buffer_info()[0],
     )
 
 
@@ -298,24 +302,24 @@ def _require_same_rows(source: BlockView, target: BlockView) -> None:
             raise TransferError(f"the source has {own} {name}, the target {other}")
 
 
-def _checked_ids(block_ids: Sequence[int] | Ids, num_blocks: int, side: str) -> Ids:
+def _checked_ids(block_ids: Sequence[int], num_blocks: int, side: str) -> Ids:
     """As an array, if there are such blocks. Raises: TransferError."""
-    ids = np.asarray(block_ids, dtype=np.int64)
-    if len(ids) and not 0 <= ids.min() <= ids.max() < num_blocks:
-        bad = ids[(ids < 0) | (ids >= num_blocks)][0]
+    # Without numpy: for the few blocks of most copies its calls are the greater part of the time.
+    if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
+        bad = next(block for block in block_ids if not 0 <= block < num_blocks)
         raise TransferError(f"the {side} has no block {bad}, only 0 to {num_blocks - 1}")
-    return ids.astype(np.int32)
+    return array("i", block_ids)
 
 
 def _require_pairs(source: BlockView, target: BlockView, sources: Ids, targets: Ids) -> None:
     """One target for each source, each written once, and nothing both read and written."""
     if len(sources) != len(targets):
         raise TransferError(f"{len(sources)} blocks cannot fill {len(targets)} blocks")
-    seen = set(targets.tolist())
+    seen = set(targets)
     if len(seen) != len(targets):
-        twice = next(block for block in seen if np.count_nonzero(targets == block) > 1)
+        twice = next(block for block in targets if targets.count(block) > 1)
         raise TransferError(f"target block {twice} is named twice")
-    if source.memory.data_ptr() == target.memory.data_ptr():
-        both = seen.intersection(sources.tolist())
+    if source.base == target.base:
+        both = seen.intersection(sources)
         if both:
             raise TransferError(f"block {min(both)} of one buffer is to be read and written")

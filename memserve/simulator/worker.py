@@ -356,6 +356,8 @@ class SimulatedWorker:
     def check_idle(self) -> list[str]:
         """What is still held or wrong, as text; empty after a load has ended."""
         held = [f"{record.id} is known" for record in self._records]
+        if blocks := self.transfers.promised_blocks:
+            held.append(f"{blocks} blocks are left for nobody")
         problems = self.mempool.check_integrity({}) + self.transfers.check_integrity()
         return [f"{self.seat.instance}: {x}" for x in held + self.mempool.holders() + problems]
 

@@ -4,7 +4,8 @@ Collaborators: `main.py` builds the engine here; `engine_loop.py` steps it throu
 `connector.py` is built by vLLM itself, and finds its host in the configuration made here.
 
 The engine is an unmodified vLLM wheel. What this module reaches into: the constructor and `step_fn`
-of `EngineCore`, the scheduler's queues, and the list of KV layouts that the CPU backend admits to.
+of `EngineCore`, its executor's two calls that launch a step (`step_outputs.py`), the scheduler's
+queues, and the list of KV layouts that the CPU backend admits to.
 Inside the block pool: `engine_pool.py`; the one call that allocates the KV cache: `kv_layout.py`.
 """
 
@@ -41,6 +42,7 @@ from memserve.errors import ConfigError, RequestError, StartError
 from memserve.types import BlockId, Lora, Namespace, TransferStyle
 from memserve.workers.engine_pool import resume_hashing
 from memserve.workers.environment import without_multicast
+from memserve.workers.step_outputs import StepOutputs
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
@@ -238,6 +240,7 @@ class Engine:
         """
         with _one_gloo_device():
             self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._outputs = StepOutputs(self._core.model_executor)
         self._scheduler: Any = self._core.scheduler
         self._loras = {lora.name: self._load(lora) for lora in loras}
 
@@ -308,6 +311,15 @@ class Engine:
         self._core.post_step(has_run)
         return (outputs or {}).get(0), has_run
 
+    def serve_while_waiting(self, serve: Callable[[], None]) -> int:
+        """Have `serve` called, again and again, while `step` waits for what the device computes.
+
+        The scheduler has launched all that it could by then, and has not seen the output of the
+        oldest step. Meanwhile requests may be added, but none may be aborted. Returns a file
+        descriptor that becomes readable when the wait is over.
+        """
+        return self._outputs.serve_while_waiting(serve)
+
     # Load.
 
     @property
@@ -328,7 +340,8 @@ class Engine:
     @property
     def is_starved(self) -> bool:
         """Whether requests wait for nothing but blocks (not, say, for a grammar)."""
-        if self._core.batch_queue or self._scheduler.running:
+        in_flight = self._core.batch_queue or ()  # with nothing to compute, empty steps are
+        if self._scheduler.running or any(s.total_num_scheduled_tokens for _, s, _ in in_flight):
             return False
         ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         return any(request.status in ready for request in self._scheduler.waiting)
@@ -339,12 +352,7 @@ class Engine:
         With asynchronous scheduling the pool indexes a block when its step is scheduled; its KV is
         there once that step has ended.
         """
-        in_flight = {id(future): future for future, *_ in self._core.batch_queue or ()}
-
-        def has_passed() -> bool:
-            return not any(id(future) in in_flight for future, *_ in self._core.batch_queue or ())
-
-        return has_passed
+        return self._outputs.fence()
 
     def running_blocks(self, request_id: str) -> tuple[list[BlockId], int]:
         """A running request's block table, and how many tokens' KV it holds as soon as the steps
@@ -374,6 +382,7 @@ class Engine:
         """
         self._core.model_executor.shutdown()
         self._core.scheduler.shutdown()
+        self._outputs.close()
 
 
 def complete_tokens(request: Request) -> int:

@@ -16,6 +16,7 @@ of `copy_queue.py`.
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -36,14 +37,27 @@ if TYPE_CHECKING:
 HOST_POLL_BYTES = 16 << 20
 """Copied by one `poll` on the CPU: 3 ms, where a decode step takes ten times as long."""
 CUDA_POLL_BYTES = 512 << 20
-"""In flight on a GPU's stream at least: 10 ms of the host link, about two decode steps. It takes 1%
-of HBM's bandwidth meanwhile, and a few multiprocessors at most."""
-CUDA_BYTES_PER_S = 150e9
-"""In flight for each second between two polls. What begins at a poll starts when the step that runs
-then has ended, and has to last until the step after it has: two and a half times the host link."""
+"""In flight on a GPU's stream each way while the engine rests: 10 ms of the host link."""
+CUDA_BUSY_BYTES = 128 << 20
+"""Begun each way at most between two of the engine's steps: 2.4 ms of the host link. The step's own
+small copies wait for as long, so it must be over before the step is (`bench/swap_vs_tpot.py`: with
+512 MiB, a decode step of 5 ms takes 1.7 to 2.9 times as long)."""
+CUDA_BUSY_BYTES_PER_S = 25e9
+"""Begun each way while the engine computes: half of the host link."""
 HOST_PIECE_BYTES = 4 << 20
 CUDA_PIECE_BYTES = 32 << 20
 """By one call: each costs the host tens of microseconds."""
+
+
+class Pace(enum.Enum):
+    """How copies go on, for the sake of the engine; on the CPU always in the same way."""
+
+    FREE = "free"
+    """It has nothing to do: the host link is kept full."""
+    BETWEEN_STEPS = "between steps"
+    """Begin as much as is over before the next step is."""
+    INSIDE_STEP = "inside step"
+    """The step's small copies may come at any moment: one piece at a time."""
 
 
 class CopyEnd(msgspec.Struct, frozen=True):
@@ -85,7 +99,7 @@ class Copies(Protocol):
         """End the owner's copy soon, with an error; its `CopyEnd` says when. Unknown: ignored."""
         ...
 
-    def poll(self) -> list[CopyEnd]:
+    def poll(self, pace: Pace = Pace.FREE) -> list[CopyEnd]:
         """Let the copies go on for a bounded time; those that have ended since the last call."""
         ...
 
@@ -192,6 +206,8 @@ class _Lane:
         self.pieces: deque[tuple[Callable[[], bool], _Copy, int]] = deque()
         """Whether it is done, of which copy, how many bytes."""
         self.flying_bytes = 0
+        self.allowance = 0.0
+        """Bytes that may be begun while the engine computes; a piece too many is a debt."""
 
 
 class BlockCopies:
@@ -206,14 +222,16 @@ class BlockCopies:
         clock: Callable[[], float],
         *,
         poll_bytes: int | None = None,
-        bytes_per_s: float | None = None,
+        busy_bytes: int = CUDA_BUSY_BYTES,
+        busy_bytes_per_s: float = CUDA_BUSY_BYTES_PER_S,
         piece_bytes: int | None = None,
         make_queue: Callable[[torch.device], CopyQueue] = make_queue,
     ) -> None:
         """As many slots as fit into `memory`, which is taken over; the blocks lie in `hbm`.
 
-        `poll_bytes`: copied by one `poll`, and on a GPU in flight each way, or as much as
-        `bytes_per_s` makes of the time since the poll before; `piece_bytes`: by one call of `ops`.
+        `poll_bytes`: copied by one `poll`, and on a GPU in flight each way at the free pace. While
+        the engine computes, `busy_bytes_per_s` are begun each way, `busy_bytes` at most between two
+        steps. `piece_bytes`: by one call of `ops`.
         At least one block is copied, whatever these are.
         Raises: StartError if not even one block fits.
         """
@@ -223,12 +241,11 @@ class BlockCopies:
         self._ops = ops
         self._clock = clock
         self._poll_bytes = poll_bytes or (CUDA_POLL_BYTES if hbm.is_cuda else HOST_POLL_BYTES)
-        if bytes_per_s is None:
-            bytes_per_s = CUDA_BYTES_PER_S if hbm.is_cuda else 0.0
-        self._bytes_per_s = bytes_per_s
+        self._busy_bytes = busy_bytes
+        self._busy_bytes_per_s = busy_bytes_per_s
         self._polled_at = clock()
-        piece_bytes = piece_bytes or (CUDA_PIECE_BYTES if hbm.is_cuda else HOST_PIECE_BYTES)
-        self._piece_blocks = max(1, piece_bytes // geometry.block_bytes)
+        self._piece_bytes = piece_bytes or (CUDA_PIECE_BYTES if hbm.is_cuda else HOST_PIECE_BYTES)
+        self._piece_blocks = max(1, self._piece_bytes // geometry.block_bytes)
         self._in = _Lane(make_queue(hbm.device))
         self._out = _Lane(make_queue(hbm.device))
         self._saver = Saver(self.places, ops, make_queue(hbm.device))
@@ -257,19 +274,19 @@ class BlockCopies:
         if (copy := self._owners.get(owner)) is not None and copy.error is None:
             copy.error = "cancelled"
 
-    def poll(self) -> list[CopyEnd]:
+    def poll(self, pace: Pace = Pace.FREE) -> list[CopyEnd]:
         """See `Copies`."""
         now = self._clock()
-        limit = max(self._poll_bytes, int((now - self._polled_at) * self._bytes_per_s))
-        self._polled_at = now
-        budget = limit
-        ended: list[CopyEnd] = []
-        for lane in (self._in, self._out):
-            if lane.queue.stream is not None:
-                budget = limit  # the host link has both directions for itself
-            budget = self._advance(lane, budget, limit)
-            ended += self._take_ended(lane)
-        return ended
+        passed_s, self._polled_at = now - self._polled_at, now
+        lanes = (self._in, self._out)
+        if not self._in.queue.is_beside_engine:
+            budget: float = self._poll_bytes
+            for lane in lanes:
+                budget -= self._advance(lane, budget, self._poll_bytes)
+        else:  # the host link has both directions for itself
+            for lane in lanes:
+                self._advance_beside_engine(lane, pace, passed_s)
+        return [end for lane in lanes for end in self._take_ended(lane)]
 
     @property
     def is_active(self) -> bool:
@@ -299,14 +316,26 @@ class BlockCopies:
         self._owners[owner] = copy
         lane.copies.append(copy)
 
-    def _advance(self, lane: _Lane, budget: int, limit: int) -> int:
-        """Begin pieces, in order, while there is room for them; returns what is left of it."""
+    def _advance_beside_engine(self, lane: _Lane, pace: Pace, passed_s: float) -> None:
+        most = self._busy_bytes
+        if pace is Pace.FREE:
+            lane.allowance = most
+            self._advance(lane, self._poll_bytes, self._poll_bytes)
+            return
+        lane.allowance = min(most, lane.allowance + passed_s * self._busy_bytes_per_s)
+        limit = self._piece_bytes if pace is Pace.INSIDE_STEP else most
+        lane.allowance -= self._advance(lane, lane.allowance, limit)
+
+    def _advance(self, lane: _Lane, budget: float, limit: int) -> int:
+        """Begin pieces, in order, of `budget` bytes and with `limit` of them in flight; one more
+        may exceed either. Returns how many bytes were begun."""
+        begun = 0
         self._land(lane)
         for copy in lane.copies:
-            while copy.has_more and budget > 0 and lane.flying_bytes < limit:
-                budget -= self._start_piece(lane, copy)
+            while copy.has_more and begun < budget and lane.flying_bytes < limit:
+                begun += self._start_piece(lane, copy)
                 self._land(lane)
-        return budget
+        return begun
 
     def _start_piece(self, lane: _Lane, copy: _Copy) -> int:
         begin = copy.num_begun

@@ -19,6 +19,11 @@ class CopyQueue(Protocol):
         """None on the CPU."""
         ...
 
+    @property
+    def is_beside_engine(self) -> bool:
+        """Whether copies go on while the engine computes, or a call waits for them."""
+        ...
+
     def follow_engine(self) -> None:
         """Let what comes next run behind all that the engine has queued so far."""
         ...
@@ -40,6 +45,7 @@ class HostQueue:
     """On the CPU a copy is done when its call returns."""
 
     stream = None
+    is_beside_engine = False
 
     def follow_engine(self) -> None:
         pass
@@ -56,6 +62,8 @@ class HostQueue:
 
 class CudaQueue:
     """A stream of its own on the engine's GPU."""
+
+    is_beside_engine = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -22,7 +22,7 @@ import msgspec
 
 from memserve.errors import OutOfBlocksError, TransferError
 from memserve.types import BlockId, SlotId
-from memserve.workers.copies import Copies, CopyEnd
+from memserve.workers.copies import Copies, CopyEnd, Pace
 
 
 class _Use(msgspec.Struct, frozen=True):
@@ -96,9 +96,9 @@ class DramTier:
         if owner in self._uses:
             self._copies.cancel(owner)
 
-    def poll(self) -> list[CopyEnd]:
+    def poll(self, pace: Pace = Pace.FREE) -> list[CopyEnd]:
         """Let the copies go on for a bounded time; those that have ended since the last call."""
-        ended = self._copies.poll()
+        ended = self._copies.poll(pace)
         for end in ended:
             self._end(self._uses.pop(end.owner), is_good=end.error is None)
         return ended

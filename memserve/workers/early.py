@@ -81,7 +81,7 @@ class EarlySends:
                 self._sender.send_layer(part_id, layer)
 
     def after_step(self) -> None:
-        """All of the step's work is done, or queued."""
+        """All of the step's work is done, or queued. May be called again."""
         if self._open:
             if not self._sent_layers:
                 logger.warning("the engine told of no layer: all were sent after the step")

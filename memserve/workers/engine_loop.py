@@ -1,76 +1,62 @@
-"""The life of a worker: serve the hub's commands between the engine's steps.
+"""The life of a worker: serve the hub's commands between the engine's steps, and inside them.
 
-Collaborators: `port.py` brings commands and takes events; `compat.Engine` is vLLM; `mempool.py`,
-`transfer.py` and `swap_queue.py` hold and move KV; `connector.py` calls the hooks from inside a
-step; `main.py` builds all of it. One thread does everything, so nothing is locked and no block
-changes hands unseen::
+One thread does everything, so nothing is locked and no block changes hands unseen::
 
     wait (busy: not at all; idle: until a command, a deadline or the next heartbeat)
       └▶ serve all commands ─▶ let links go on ─▶ one engine step ─▶ Tokens, Finished, sources ┐
-      ◀────────────────────────────────────────────── what changed in the index (CacheChanged) ┘
+      ◀──────────────────────────────────── what changed in the index (CacheChanged) ──────────┘
+    one engine step: schedule and launch ─▶ wait for an older step's output ─▶ use it
+                                              └▶ wait, serve a command, let links go on ┐
+                                              ◀──────────── until the output is there ──┘
 
-The engine knows a request by an id of its own, `<request>/<attempt>`: a request that is placed
-again must not meet what is left in flight of its earlier attempt.
+Inside a step commands are served in order up to one that takes a request out of the engine; that
+one and all behind it wait for the step's end (docs/adr/0028). Heartbeats do so always: a device
+that hangs must not look alive.
+
+Collaborators: `commands.py` answers the commands, which `port.py` brings; `compat.Engine` is vLLM;
+`mempool.py`, `transfer.py` and `swap_queue.py` hold and move KV; `connector.py` calls the hooks
+from inside a step; `main.py` builds all of it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
-from memserve.errors import ProtocolError, RequestError
 from memserve.messages import (
-    Abort,
-    Allocate,
     AnyCommand,
     AnyEvent,
-    Audit,
-    Audited,
-    Cancel,
-    Commit,
-    Decode,
-    Finished,
     Heartbeat,
-    PeerJoined,
-    PeerLost,
     PoolStats,
-    Prefill,
-    Refused,
-    Rejected,
-    ResetCache,
-    SendSnapshot,
     Started,
     Stop,
     TokenOutput,
     Tokens,
-    Transmit,
-    TransmitFailed,
 )
-from memserve.types import BlockId, InstanceId, Namespace, RequestId, TransferId
-from memserve.workers.compat import Engine, EngineCodec, complete_tokens
+from memserve.types import InstanceId
+from memserve.workers.commands import Commands
+from memserve.workers.compat import Engine, EngineCodec
+from memserve.workers.copies import Pace
 from memserve.workers.early import EarlySends
-from memserve.workers.engine_pool import namespace_of
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.mempool import MemPool
-from memserve.workers.records import Record, Records
-from memserve.workers.requests import decode_request, prefill_request
+from memserve.workers.records import Records
 from memserve.workers.swap_queue import Swaps
-from memserve.workers.transfer import Transfers, private_namespace
+from memserve.workers.transfer import Transfers
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
-_STARVED_WAIT_S = 0.005
-"""Between two steps of an engine whose requests all wait for blocks: only commands can help."""
-_COPYING_WAIT_S = 0.00005
-"""Between two looks at copies under way, which have threads that need the interpreter as well."""
-
-_RunT = TypeVar("_RunT", Prefill, Decode)
+_WAITING_WAIT_S = 0.005
+"""While the engine's requests all wait, for blocks or for the device: a command wakes it up, and so
+does the device."""
+_COPYING_WAIT_S = 0.00002
+"""Between two looks at copies under way: what they are late by, their request is."""
 
 
 class Channel(Protocol):
@@ -79,6 +65,7 @@ class Channel(Protocol):
     def send(self, event: AnyEvent) -> None: ...
     def wait(self, timeout_s: float) -> None: ...
     def receive(self) -> AnyCommand | None: ...
+    def wake_on(self, fd: int) -> None: ...
 
 
 class EngineLoop:
@@ -109,9 +96,20 @@ class EngineLoop:
         self._clock = clock
         self._codec = EngineCodec()
         self._records = Records()
-        self._early = EarlySends(transfers, engine, self._engine_id)
-        self._ended: list[Record] = []
-        """Ended in the present step, or by the present command; `Finished` is still to be said."""
+        self._commands = Commands(
+            instance,
+            epoch,
+            engine,
+            mempool,
+            transfers,
+            swaps,
+            reports,
+            self._records,
+            self.stats,
+        )
+        self._early = EarlySends(transfers, engine, self._commands.engine_id)
+        self._held_back: deque[AnyCommand] = deque()
+        """Received inside a step; some of them wait for its end."""
         self._hit_tokens = 0
         self._query_tokens = 0
         self._num_steps = 0
@@ -120,6 +118,7 @@ class EngineLoop:
         self._next_heartbeat = 0.0
         self._is_starved = False
         self._is_stopping = False
+        channel.wake_on(engine.serve_while_waiting(self._serve_inside))
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────
 
@@ -128,11 +127,9 @@ class EngineLoop:
         while not self._is_stopping:
             self._channel.wait(self._patience_s())
             began = self._clock()
-            self._serve()
+            self._serve_all()
             self._early.between_steps()
-            self._transfers.poll()
-            self._transfers.expire()
-            self._swaps.poll()
+            self._move_kv(Pace.BETWEEN_STEPS if self._engine.is_busy else Pace.FREE)
             was_busy = self._engine.is_busy
             if was_busy:
                 self._step()
@@ -149,24 +146,55 @@ class EngineLoop:
 
     def _patience_s(self) -> float:
         """How long nothing but a command can matter."""
-        if self._engine.is_busy and not self._is_starved:
+        if self._held_back or (self._engine.is_busy and not self._is_starved):
             return 0.0
-        if self._transfers.is_active or self._swaps.is_active:
-            return _COPYING_WAIT_S
-        if self._engine.is_busy:
-            return _STARVED_WAIT_S
+        if self._engine.is_busy or self._transfers.is_active or self._swaps.is_active:
+            return self._pause_s()
         deadlines = (self._transfers.next_deadline(), self._swaps.next_deadline())
         until = min([self._next_heartbeat, *(d for d in deadlines if d is not None)])
         return until - self._clock()
 
-    def _serve(self) -> None:
-        while not self._is_stopping and (command := self._channel.receive()) is not None:
-            if command.epoch == self._epoch:
-                self._dispatch(command)
-            else:
-                logger.warning(
-                    "ignored a command of epoch %d: %s", command.epoch, type(command).__name__
-                )
+    def _pause_s(self) -> float:
+        """Between two looks at what goes on without the engine."""
+        is_copying = self._transfers.is_active or self._swaps.is_active
+        return _COPYING_WAIT_S if is_copying else _WAITING_WAIT_S
+
+    def _serve_all(self) -> None:
+        while not self._is_stopping:
+            command = self._held_back.popleft() if self._held_back else self._channel.receive()
+            if command is None:
+                return
+            self._serve(command)
+
+    def _serve_inside(self) -> None:
+        """One turn while the engine waits for the output of a step."""
+        self._early.after_step()  # what the scheduler could launch, it has
+        self._channel.wait(0.0 if self._can_serve_inside() else self._pause_s())
+        # All of them: what waits in the channel would keep it from sleeping.
+        while (command := self._channel.receive()) is not None:
+            self._held_back.append(command)
+        if self._can_serve_inside():
+            self._serve(self._held_back.popleft())
+        self._move_kv(Pace.INSIDE_STEP)
+
+    def _can_serve_inside(self) -> bool:
+        if self._is_stopping or not self._held_back:
+            return False
+        return not self._commands.must_wait(self._held_back[0])
+
+    def _serve(self, command: AnyCommand) -> None:
+        if command.epoch != self._epoch:
+            name = type(command).__name__
+            logger.warning("ignored a command of epoch %d: %s", command.epoch, name)
+        elif isinstance(command, Stop):
+            self._is_stopping = True
+        else:
+            self._commands.serve(command)
+
+    def _move_kv(self, pace: Pace) -> None:
+        self._transfers.poll()
+        self._transfers.expire()
+        self._swaps.poll(pace)
 
     def _step(self) -> None:
         began = self._clock()
@@ -176,7 +204,7 @@ class EngineLoop:
         self._early.after_step()
         if outputs is not None and outputs.outputs:
             self._send_tokens(outputs)
-        self._report_ended()
+        self._commands.report_ended()
         self._is_starved = not has_run and self._engine.is_starved
         if self._is_starved and (num_blocks := self._transfers.relax() + self._swaps.relax()):
             logger.info("requests wait for blocks: released %d that had arrived early", num_blocks)
@@ -184,231 +212,6 @@ class EngineLoop:
     def _beat(self) -> None:
         self._next_heartbeat = self._clock() + self._heartbeat_interval_s
         self._emit(Heartbeat(instance=self._instance, epoch=self._epoch, stats=self.stats()))
-
-    # ── commands ──────────────────────────────────────────────────────────────────────────────
-
-    def _dispatch(self, command: AnyCommand) -> None:
-        match command:
-            case Prefill():
-                self._prefill(command)
-            case Decode():
-                self._decode(command)
-            case Allocate():
-                self._allocate(command)
-            case Transmit():
-                self._transmit(command)
-            case Commit():
-                self._transfers.commit(command)
-            case Cancel():
-                self._cancel(command)
-            case Abort():
-                self._abort(command)
-            case PeerJoined():
-                self._transfers.peer_joined(command)
-            case PeerLost():
-                self._transfers.peer_lost(command.peer, command.peer_epoch)
-            case Audit():
-                self._audit(command)
-            case ResetCache():
-                logger.info("dropped %d historical blocks", self._mempool.reset())
-            case SendSnapshot():
-                self._reports.send_snapshot()
-            case Stop():
-                self._is_stopping = True
-
-    def _prefill(self, command: Prefill) -> None:
-        if not command.known_tokens:
-            self._forget(command.request_id)
-        self._start(command, prefill_request)
-
-    def _decode(self, command: Decode) -> None:
-        self._start(command, decode_request)
-
-    def _start(
-        self,
-        command: _RunT,
-        build: Callable[[EngineCoreRequest, _RunT, Sequence[int], str, str | None], object],
-    ) -> None:
-        """Put the request into the engine. A request that the engine refuses must not break it."""
-        try:
-            record = self._records.learn(
-                command.request_id, command.known_tokens, command.token_ids
-            )
-        except ProtocolError as error:
-            self._reject(command, error)
-            return
-        if record.engine_id is not None:
-            self._reject(command, RequestError(f"it runs here already, as {record.engine_id}"))
-            return
-        record.attempt = command.attempt
-        record.hold = command.hold
-        record.is_private = command.is_private
-        record.held_tokens = 0
-        engine_id = f"{record.id}/{command.attempt}"
-        token_ids = record.tokens[: command.known_tokens + len(command.token_ids)]
-        try:
-            self._check_length(record)
-            request = self._codec.decode_request(command.request)
-            salt = request.cache_salt
-            if record.is_private:
-                salt = private_namespace(record.id, Namespace(salt)).cache_salt
-            build(request, command, token_ids, engine_id, salt)
-        except Exception as error:  # noqa: BLE001 (the request's boundary: vLLM raises anything)
-            self._cannot_run(command, record, error)
-            return
-        self._records.enter_engine(record, engine_id)
-        # The last token is computed in any case, and so is what must not come from the cache.
-        params = request.sampling_params
-        can_hit = params is not None and not params.skip_reading_prefix_cache
-        self._swaps.bring(
-            engine_id,
-            token_ids[:-1] if can_hit else [],
-            namespace_of(request),
-            partial(self._enter, command, record, request),
-            keeps=True,
-        )
-
-    def _enter(self, command: Prefill | Decode, record: Record, request: EngineCoreRequest) -> None:
-        """What the request needs of DRAM is in HBM, or will not come."""
-        try:
-            self._engine.add(request)
-        except Exception as error:  # noqa: BLE001 (as above)
-            self._cannot_run(command, record, error)
-
-    def _cannot_run(self, command: Prefill | Decode, record: Record, error: Exception) -> None:
-        if not isinstance(error, RequestError):
-            text = "%s: the engine cannot take %s"
-            logger.error(text, self._instance, record.id, exc_info=error)
-        self._drop_from_engine(record)
-        self._reject(command, error)
-
-    def _check_length(self, record: Record) -> None:
-        longest = self._engine.max_model_len - 1
-        if not 1 <= len(record.tokens) <= longest:
-            raise RequestError(f"a prompt of {len(record.tokens)} tokens; allowed: 1 to {longest}")
-
-    def _reject(self, command: Prefill | Decode, error: Exception) -> None:
-        self._emit(
-            Rejected(
-                instance=self._instance,
-                epoch=self._epoch,
-                request_id=command.request_id,
-                attempt=command.attempt,
-                message=str(error) or type(error).__name__,
-            )
-        )
-
-    def _allocate(self, command: Allocate) -> None:
-        try:
-            record = self._records.learn(
-                command.request_id, command.known_tokens, command.token_ids
-            )
-        except ProtocolError as error:
-            self._emit(
-                Refused(
-                    instance=self._instance,
-                    epoch=self._epoch,
-                    transfer_id=command.transfer_id,
-                    reason=str(error),
-                )
-            )
-            return
-        token_ids = record.tokens[: command.known_tokens + len(command.token_ids)]
-        self._swaps.bring(
-            command.transfer_id,
-            token_ids,
-            command.namespace,
-            partial(self._transfers.allocate, command, token_ids),
-            keeps=False,
-        )
-
-    def _transmit(self, command: Transmit) -> None:
-        if (history := command.history) is not None:
-            self._swaps.bring(
-                _sending_key(command.transfer_id),
-                history.token_ids,
-                history.namespace,
-                lambda: self._transfers.transmit_history(command, history, self._engine.fence()),
-                keeps=False,
-                is_prompt=False,
-            )
-            return
-        if self._records.get(command.request_id) is not None:
-            self._transfers.transmit(command)
-            return
-        self._fail_transmit(command.transfer_id, f"unknown request {command.request_id}")
-
-    def _fail_transmit(self, transfer_id: TransferId, reason: str) -> None:
-        self._emit(
-            TransmitFailed(
-                instance=self._instance, epoch=self._epoch, transfer_id=transfer_id, reason=reason
-            )
-        )
-
-    def _cancel(self, command: Cancel) -> None:
-        self._swaps.drop(command.transfer_id)
-        if self._swaps.drop(_sending_key(command.transfer_id)):
-            self._fail_transmit(command.transfer_id, "cancelled")
-        self._transfers.cancel(command)
-
-    def _abort(self, command: Abort) -> None:
-        record = self._records.get(command.request_id)
-        if not command.hold:
-            self._forget(command.request_id)
-        elif record is None:
-            self._finish(command.request_id, attempt=0, held_tokens=0)
-        elif record.engine_id is not None and self._swaps.drop(record.engine_id):
-            self._records.leave_engine(record)  # it has not begun
-            self._finish(record.id, record.attempt, held_tokens=0)
-        elif record.engine_id is not None:
-            record.hold = True
-            self._engine.abort(record.engine_id)
-            self._report_ended()
-        else:  # it has ended by itself, or never began; what is pinned stays pinned
-            self._finish(record.id, record.attempt, record.held_tokens)
-
-    def _forget(self, request_id: RequestId) -> None:
-        record = self._records.get(request_id)
-        if record is None:
-            return
-        self._drop_from_engine(record)
-        self._records.forget(request_id)
-        self._transfers.drop_source(request_id)
-        self._transfers.forget(request_id)
-
-    def _engine_id(self, request_id: RequestId) -> str | None:
-        record = self._records.get(request_id)
-        return None if record is None else record.engine_id
-
-    def _drop_from_engine(self, record: Record) -> None:
-        """Abort it, if it runs, and say nothing about it."""
-        if record.engine_id is not None:
-            record.hold = False
-            self._swaps.drop(record.engine_id)
-            self._engine.abort(record.engine_id)
-            self._ended.clear()  # between steps nobody else is in it
-            self._records.leave_engine(record)
-
-    def _audit(self, command: Audit) -> None:
-        engine_blocks = {
-            f"request {holder}": [BlockId(block_id) for block_id in block_ids]
-            for holder, block_ids in self._engine.held_blocks().items()
-        }
-        problems = self._mempool.check_integrity(engine_blocks)
-        problems += self._transfers.check_integrity() + self._swaps.check_integrity()
-        holders = [f"{holder}: {len(ids)} blocks" for holder, ids in engine_blocks.items()]
-        holders += self._mempool.holders()
-        holders += [f"{r.id}: {len(r.tokens)} tokens known" for r in self._records]
-        self._emit(
-            Audited(
-                instance=self._instance,
-                epoch=self._epoch,
-                audit_id=command.audit_id,
-                stats=self.stats(),
-                problems=problems,
-                holders=holders,
-            )
-        )
 
     # ── the engine's hooks (see connector.ConnectorHost) ──────────────────────────────────────
 
@@ -441,18 +244,7 @@ class EngineLoop:
 
     def on_finished(self, request: Request, block_ids: list[int]) -> None:
         """Pin what is to be sent, while the request still has its blocks."""
-        self._mempool.request_ended(request.request_id)
-        record = self._records.running(request.request_id)
-        if record is None:
-            return
-        if record.is_private:
-            # Blocks that are in use leave the index only; they are freed as empty ones.
-            self._mempool.delete(request.all_token_ids[:], namespace_of(request))
-        if record.hold:
-            record.held_tokens = complete_tokens(request)
-            held_ids = [BlockId(block_id) for block_id in block_ids]
-            self._transfers.hold_source(record.id, held_ids, record.held_tokens)
-        self._ended.append(record)
+        self._commands.on_finished(request, block_ids)
 
     # ── events ────────────────────────────────────────────────────────────────────────────────
 
@@ -481,26 +273,6 @@ class EngineLoop:
                 )
             )
 
-    def _report_ended(self) -> None:
-        """`Finished` goes out before what `source_ready` sends."""
-        ended, self._ended = self._ended, []
-        for record in ended:
-            self._records.leave_engine(record)
-            self._finish(record.id, record.attempt, record.held_tokens)
-            if record.hold:
-                self._transfers.source_ready(record.id)
-
-    def _finish(self, request_id: RequestId, attempt: int, held_tokens: int) -> None:
-        self._emit(
-            Finished(
-                instance=self._instance,
-                epoch=self._epoch,
-                request_id=request_id,
-                attempt=attempt,
-                held_tokens=held_tokens,
-            )
-        )
-
     def _emit(self, event: AnyEvent) -> None:
         self._reports.send(event)
 
@@ -527,8 +299,3 @@ class EngineLoop:
             step_s=self._step_s,
             turn_s=self._turn_s,
         )
-
-
-def _sending_key(transfer_id: TransferId) -> str:
-    """A sender's blocks that wait for DRAM; the receiver's go by the transfer's own name."""
-    return f"{transfer_id}, to be sent"

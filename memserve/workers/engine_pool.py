@@ -10,7 +10,7 @@ that is never scheduled, and only when blocks are published: look-ups use MemPoo
 What this module knows of the BlockPool's inside: the order of its free queue, its table of hashes,
 and which of its calls change hashes.
 
-Collaborators: `mempool.py` calls, between the engine's steps or from inside the pool's own calls.
+Collaborators: `mempool.py` calls, while vLLM's core does not, or from inside the pool's own calls.
 """
 
 from __future__ import annotations

@@ -97,11 +97,7 @@ class MemPool:
 
         `lease_s`: all that the owner holds is due then (see `expired`); None leaves that as it is.
         """
-        available = max(0, self._pool.num_available - self._reserve_blocks)
-        if num_blocks > available:
-            raise OutOfBlocksError(
-                f"{num_blocks} blocks asked for, {available} of {self.num_blocks} available"
-            )
+        self.require_available(num_blocks)
         self._is_allocating = True
         block_ids = self._pool.take(num_blocks)
         self._is_allocating = False
@@ -109,6 +105,14 @@ class MemPool:
         if lease_s is not None:
             self._owners.lease(owner, lease_s)
         return block_ids
+
+    def require_available(self, num_blocks: int) -> None:
+        """Raises: OutOfBlocksError if `alloc_mem` would for so many. Does not mutate."""
+        available = max(0, self._pool.num_available - self._reserve_blocks)
+        if num_blocks > available:
+            raise OutOfBlocksError(
+                f"{num_blocks} blocks asked for, {available} of {self.num_blocks} available"
+            )
 
     def free_mem(self, owner: str, block_ids: Sequence[BlockId]) -> None:
         """Drop one reference of the owner to each block.
@@ -340,6 +344,11 @@ class MemPool:
     def num_blocks(self) -> int:
         """All HBM blocks."""
         return self._pool.num_blocks
+
+    @property
+    def max_alloc(self) -> int:
+        """Blocks that `alloc_mem` gives at most, if nobody refers to any."""
+        return self.num_blocks - self._reserve_blocks
 
     @property
     def num_available(self) -> int:

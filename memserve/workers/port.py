@@ -63,10 +63,9 @@ class Port:
     def receive(self) -> AnyCommand | None:
         """The next command, or None. What does not decode is logged and dropped; once the hub is
         gone there is one `Stop`."""
-        self._socket.flush()
         try:
-            while (frame := self._socket.next_frame()) is not None or self._socket.read():
-                if frame is not None and (command := _decode(frame)) is not None:
+            while (frame := self._socket.receive()) is not None:
+                if (command := _decode(frame)) is not None:
                     return command
         except ProtocolError as error:
             logger.error("the hub's stream is broken: %s", error)

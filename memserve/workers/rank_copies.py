@@ -18,7 +18,7 @@ import msgspec
 
 from memserve.errors import RankLostError, StartError, TransferError
 from memserve.types import BlockId, Geometry, SlotId
-from memserve.workers.copies import CopyEnd, slots_in
+from memserve.workers.copies import CopyEnd, Pace, slots_in
 from memserve.workers.hostmemory import require_available
 from memserve.workers.rank_messages import (
     CancelCopy,
@@ -109,8 +109,11 @@ class RankedCopies:
         if (job := self._jobs.get(owner)) is not None:
             self._fail(owner, job, "cancelled")
 
-    def poll(self) -> list[CopyEnd]:
-        """See `Copies`. Raises: RankLostError, if a rank does not say that a copy has ended."""
+    def poll(self, pace: Pace = Pace.FREE) -> list[CopyEnd]:
+        """See `Copies`; the ranks have paces of their own.
+
+        Raises: RankLostError, if a rank does not say that a copy has ended.
+        """
         if not self._jobs:
             return []
         self._group.listen_to_all()

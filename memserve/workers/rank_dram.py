@@ -20,7 +20,7 @@ import torch
 
 from memserve.errors import StartError, TransferError
 from memserve.types import Geometry
-from memserve.workers.copies import BlockCopies, CopyEnd, Saver
+from memserve.workers.copies import BlockCopies, CopyEnd, Pace, Saver
 from memserve.workers.copy_queue import CopyQueue, CudaQueue, make_queue
 from memserve.workers.hostmemory import HostMemory
 from memserve.workers.rank_messages import (
@@ -102,9 +102,14 @@ class RankDram:
         if (copies := self._copies) is not None:
             while self._held_back and self._held_back[0].after_step <= self._num_steps:
                 self._begin(copies, self._held_back.popleft())
-            self._reports += map(Copied, copies.poll())
+            self._reports += map(Copied, copies.poll(self._pace()))
         reports, self._reports = self._reports, []
         return reports
+
+    def _pace(self) -> Pace:
+        """Whether a step is under way; when it ends, this thread does not know."""
+        step = self._step
+        return Pace.FREE if step is None or step.query() else Pace.INSIDE_STEP
 
     @property
     def is_active(self) -> bool:
@@ -125,7 +130,6 @@ class RankDram:
                 memory,
                 self._make_ops(),
                 self._clock,
-                bytes_per_s=0.0,  # polls follow each other closely here
                 make_queue=self._queue_behind_steps,
             )
         except StartError as error:

@@ -1,7 +1,7 @@
 """What a worker knows of each request, from the first command about it to its `Abort`.
 
-Collaborators: `engine_loop.py` alone. Tokens travel once: a later command names how many of them
-are known here and brings the rest.
+Collaborators: `commands.py` writes, `engine_loop.py` reads. Tokens travel once: a later command
+names how many of them are known here and brings the rest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the engine is asked to run for a command: pure functions over vLLM's `EngineCoreRequest`.
 
-Collaborators: `engine_loop.py` decodes the request that the front end made and gives it to one of
+Collaborators: `commands.py` decodes the request that the front end made and gives it to one of
 these; each call changes and returns the request it was given, which nobody else holds.
 
 The engine of P must not see the client's limits: it samples one token and stops. The engine of D

@@ -8,7 +8,7 @@
 the engine has scheduled the request, or until the engine starves. Only some blocks are held so at a
 time, the first request's whatever it needs: one that has to wait keeps its place.
 
-Collaborators: `engine_loop.py` asks and is called back; `swapping.py` copies.
+Collaborators: `commands.py` asks and is called back; `swapping.py` copies.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from memserve.core.swap import SwapDecision, SwapLimits
 from memserve.core.tokens import Path
 from memserve.errors import OutOfBlocksError
 from memserve.types import Namespace
+from memserve.workers.copies import Pace
 from memserve.workers.mempool import MemPool
 from memserve.workers.swapping import Swapper, SwapStats, num_in_dram_only
 
@@ -88,7 +89,7 @@ class Swaps(Protocol):
         """
         ...
 
-    def poll(self) -> None:
+    def poll(self, pace: Pace = Pace.FREE) -> None:
         """Let the swapper go on, and call `then` for whom it is time."""
         ...
 
@@ -138,7 +139,7 @@ class NoSwaps:
     def relax(self) -> int:
         return 0
 
-    def poll(self) -> None:
+    def poll(self, pace: Pace = Pace.FREE) -> None:
         pass
 
     def next_deadline(self) -> float | None:
@@ -220,10 +221,10 @@ class SwapQueue:
             del self._guests[key]
         return sum(self._mempool.unpin(swap_owner(key)) for key in present)
 
-    def poll(self) -> None:
+    def poll(self, pace: Pace = Pace.FREE) -> None:
         self._give_up()
         self._begin()  # before the swapper's turn: their copies go on in it
-        ended = self._swapper.poll()
+        ended = self._swapper.poll(pace)
         for end in ended:
             self._arrived(end.owner.removeprefix(swap_owner("")), end.error)
         if ended:

@@ -18,7 +18,7 @@ DRAM is kept free of what HBM holds safely: when slots are needed, those whose b
 in go first, then the ends of prompts that were not asked for longest.
 
 Collaborators: `mempool.py` (blocks, owners, index), `dram.py` (slots, copies), `swap_queue.py`
-(who waits for what). One thread, between the engine's steps.
+(who waits for what). One thread, between the engine's steps or while it waits inside one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from memserve.core.swap import SwapLimits
 from memserve.core.tokens import TOKEN_BYTES, Path
 from memserve.errors import OutOfBlocksError, TransferError
 from memserve.types import BlockId, Medium, SlotId
-from memserve.workers.copies import CopyEnd
+from memserve.workers.copies import CopyEnd, Pace
 from memserve.workers.dram import DramTier
 from memserve.workers.mempool import MemPool
 
@@ -169,12 +169,12 @@ class Swapper:
 
     # ── between the engine's steps ────────────────────────────────────────────────────────────
 
-    def poll(self) -> list[SwapEnd]:
+    def poll(self, pace: Pace = Pace.FREE) -> list[SwapEnd]:
         """Let copies go on for a bounded time, and back up what is about to be evicted."""
         self._num_savable = self._batch_blocks
         self._back_up()
         ended: list[SwapEnd] = []
-        for end in self._tier.poll():
+        for end in self._tier.poll(pace):
             if end.owner in self._outs:
                 self._end_out(self._outs.pop(end.owner), end)
             else:

@@ -1,8 +1,9 @@
 """One instance's half of every transfer: allocate → transmit → insert (the paper's section 4.2).
 
     receiver   Allocate ─▶ reservation ─┬─ Commit ─▶ inserted, pinned until its request is scheduled
-                               │        └─ Cancel ─▶ freed
-                               └─ deadline ─▶ quarantined: said, and kept, until Commit or Cancel
+                  │  ▲         │        └─ Cancel ─▶ freed
+         no room  ▼  │ room    └─ deadline ─▶ quarantined: said, and kept, until Commit or Cancel
+                waiting (who may), first come first served ─ patience ends ─▶ Refused
 
     sender     Transmit ─▶ waiting ──────┬─▶ sending ─▶ Sent or TransmitFailed, pins dropped
                hold_source ─▶ pinned ────┤
@@ -14,9 +15,9 @@ path ends in exactly one drop of it. A reservation is freed only on command: the
 link is quiet, the receiver of a one-sided link does not. The sender never drops blocks that a link
 still reads: a cancelled transfer keeps them until the link reports its end.
 
-Collaborators: `engine_loop.py` passes the hub's commands on and sends the events that come out,
+Collaborators: `commands.py` passes the hub's commands on and sends the events that come out,
 `mempool.py` has the blocks, `sending.py` is the sender's half, `links/` the wires. All in the
-engine's thread, between its steps (`hold_source`: inside one), without locks.
+engine's thread, between its steps or while it waits inside one, without locks.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from memserve.types import (
 )
 from memserve.workers.links.base import LayerLink, Link, LinkOpener, require_compatible
 from memserve.workers.mempool import PRIVATE_SALT, MemPool
+from memserve.workers.room_queue import RoomQueue
 from memserve.workers.sending import Peer, Sender
 
 
@@ -104,6 +106,9 @@ class Transfers:
         self._emit = emit
         self.style = style
         self._reservations: dict[TransferId, _Reservation] = {}
+        self._waiting = RoomQueue(mempool, self._reserve_and_spare)
+        self._growth: dict[RequestId, int] = {}
+        """Blocks that requests may still need which run, or will, on KV that came, or comes."""
         self._arrivals: dict[RequestId, Path | None] = {}
         """Committed for requests that have not been scheduled; the path only if it is private."""
         self._peers: dict[InstanceId, Peer] = {}
@@ -115,28 +120,52 @@ class Transfers:
     def allocate(self, command: Allocate, token_ids: Sequence[int]) -> None:
         """Reserve blocks for the KV of `token_ids`: all tokens, also those known before.
 
-        Emits Allocated or Refused.
+        Emits Allocated or Refused; later, if it may wait and there is no room.
         """
         transfer_id = command.transfer_id
-        if transfer_id in self._reservations:
+        if transfer_id in self._reservations or transfer_id in self._waiting:
             self._refuse(transfer_id, "the transfer has a reservation already")
             return
         namespace = command.namespace
         if command.is_private:
             namespace = private_namespace(command.request_id, namespace)
         path = self._mempool.path(token_ids, namespace)
+        if command.patience_s and path.num_blocks <= self._mempool.max_alloc:
+            self._waiting.add(command, path)
+        elif (problem := self._reserve(command, path)) is not None:
+            self._refuse(transfer_id, problem)
+
+    def _reserve_and_spare(self, command: Allocate, path: Path) -> str | None:
+        """As `_reserve`, but leave room for what the requests are to generate that are here.
+
+        If all went to the prompts of others, the engine would put running requests back, and their
+        KV would be evicted, and computed again. Who is alone may have everything.
+        """
+        growth = self._growth_of(command)
+        spare_blocks = self.promised_blocks + growth if self._growth else 0
+        problem = self._reserve(command, path, spare_blocks)
+        if problem is None:
+            self._growth[command.request_id] = growth
+        return problem
+
+    def _growth_of(self, command: Allocate) -> int:
+        """Blocks: of what it generates, those that run have half before them, on average."""
+        return 1 + command.expected_tokens // (2 * self._mempool.block_size)
+
+    def _reserve(self, command: Allocate, path: Path, spare_blocks: int = 0) -> str | None:
+        """Take the blocks, if so many are left then. Emits Allocated, or returns why not."""
+        transfer_id = command.transfer_id
         hit_ids = self._mempool.match_path(path)
         owner = reservation_owner(transfer_id)
         # The hits first: what alloc_mem evicts must not be among them.
         self._mempool.pin(owner, hit_ids)
+        missing = path.num_blocks - len(hit_ids)
         try:
-            new_ids = self._mempool.alloc_mem(
-                path.num_blocks - len(hit_ids), owner, lease_s=command.deadline_s
-            )
+            self._mempool.require_available(missing + spare_blocks)
+            new_ids = self._mempool.alloc_mem(missing, owner, lease_s=command.deadline_s)
         except OutOfBlocksError as error:
             self._mempool.unpin(owner)
-            self._refuse(transfer_id, str(error))
-            return
+            return str(error)
         self._reservations[transfer_id] = _Reservation(
             request_id=command.request_id,
             path=path,
@@ -154,6 +183,7 @@ class Transfers:
                 block_ids=new_ids,
             )
         )
+        return None
 
     def commit(self, command: Commit) -> None:
         """Insert the reserved blocks, if all their bytes were written.
@@ -186,8 +216,13 @@ class Transfers:
         )
 
     def expire(self) -> None:
-        """Quarantine the reservations whose deadline has passed. Emits Expired for each."""
+        """Quarantine the reservations whose deadline has passed. Emits Expired for each.
+
+        Who waited for room for so long gets none. Emits Refused for each.
+        """
         due = set(self._mempool.expired())
+        for command in self._waiting.take_overdue():
+            self._refuse(command.transfer_id, f"no room within {command.patience_s:g} s")
         for transfer_id, reservation in self._reservations.items():
             if (owner := reservation_owner(transfer_id)) not in due:
                 continue
@@ -212,7 +247,8 @@ class Transfers:
         return sum(self._mempool.unpin(arrival_owner(r)) for r in self._arrivals)
 
     def forget(self, request_id: RequestId) -> None:
-        """The request will not run here: drop its arrival, and what was private to it."""
+        """The request does not run here (any more): drop its arrival, and what was private."""
+        self._growth.pop(request_id, None)
         path = self._arrivals.pop(request_id, None)
         self._mempool.unpin(arrival_owner(request_id))
         if path is not None:
@@ -253,8 +289,12 @@ class Transfers:
         self.sender.drop_source(request_id)
 
     def poll(self) -> None:
-        """Let the links go on. Emits Sent and TransmitFailed for what has ended."""
+        """Let the links go on, and reserve for those that wait, if there is room.
+
+        Emits Sent and TransmitFailed for what has ended, and Allocated.
+        """
         self.sender.poll()
+        self._waiting.serve()
 
     @property
     def num_layers(self) -> int:
@@ -271,8 +311,10 @@ class Transfers:
     def cancel(self, command: Cancel) -> None:
         """Receiver: free the reservation. Sender: stop; emits TransmitFailed when that is done."""
         transfer_id = command.transfer_id
-        if self._reservations.pop(transfer_id, None) is not None:
+        self._waiting.remove(transfer_id)
+        if (reservation := self._reservations.pop(transfer_id, None)) is not None:
             self._free_reservation(transfer_id)
+            self._growth.pop(reservation.request_id, None)
         self.sender.cancel(transfer_id)
 
     def peer_joined(self, command: PeerJoined) -> None:
@@ -319,7 +361,8 @@ class Transfers:
         for request_id in self._arrivals:
             self._mempool.free_all(arrival_owner(request_id))
         self.sender.close()
-        for table in (self._peers, self._reservations, self._arrivals):
+        self._waiting.clear()
+        for table in (self._peers, self._reservations, self._arrivals, self._growth):
             table.clear()
 
     # ── accounting ────────────────────────────────────────────────────────────────────────────
@@ -338,6 +381,11 @@ class Transfers:
             for transfer_id, reservation in self._reservations.items()
             if is_quarantined(reservation_owner(transfer_id))
         )
+
+    @property
+    def promised_blocks(self) -> int:
+        """Blocks that are left for what the requests here are to generate."""
+        return sum(self._growth.values())
 
     @property
     def pinned_requests(self) -> int:

@@ -77,6 +77,7 @@ class ManualQueue:
     """A stream over `LateOps`: its copies happen, in order, when a test says so."""
 
     stream = None
+    is_beside_engine = True
 
     def __init__(self, ops: LateOps) -> None:
         self._ops = ops

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from memserve.errors import OutOfBlocksError, StartError, TransferError
 from memserve.ops.blocks import TorchBlockOps
 from memserve.types import BlockId, SlotId
-from memserve.workers.copies import BlockCopies, CopyEnd
+from memserve.workers.copies import BlockCopies, CopyEnd, Pace
 from memserve.workers.dram import DramTier
 from memserve.workers.hostmemory import HostMemory, memory_available
 from tests.contract.link_rig import NUM_BLOCKS, buffer_bytes, fill_random, geometry, read_block
@@ -34,7 +34,8 @@ class Rig:
         *,
         num_slots: int = NUM_SLOTS,
         poll_blocks: int | None = None,
-        bytes_per_s: float | None = None,
+        busy_blocks: int = 0,
+        busy_blocks_per_s: float = 0.0,
         num_good: int = 1 << 30,
         is_manual: bool = False,
     ) -> None:
@@ -44,7 +45,11 @@ class Rig:
         self.clock = FakeClock()
         self.memory = HostMemory(num_slots * BLOCK_BYTES + 5, pin=False)
         self.queues = ManualQueues(num_good)
-        options: dict[str, object] = {"piece_bytes": BLOCK_BYTES, "bytes_per_s": bytes_per_s}
+        options: dict[str, object] = {
+            "piece_bytes": BLOCK_BYTES,
+            "busy_bytes": busy_blocks * BLOCK_BYTES,
+            "busy_bytes_per_s": busy_blocks_per_s * BLOCK_BYTES,
+        }
         if poll_blocks is not None:
             options["poll_bytes"] = poll_blocks * BLOCK_BYTES
         if is_manual:
@@ -124,18 +129,46 @@ def test_one_poll_copies_a_bounded_number_of_blocks_inwards_first() -> None:
     assert ends == [[], ["in"], ["out"]]
 
 
-def test_what_is_in_flight_follows_the_time_between_two_polls() -> None:
-    """So that the link has work through a step however long it is."""
-    rig = Rig(is_manual=True, poll_blocks=1, bytes_per_s=float(BLOCK_BYTES))
+def test_between_steps_no_more_is_begun_than_their_length_allows() -> None:
+    rig = Rig(is_manual=True, busy_blocks=2, busy_blocks_per_s=1.0)
     rig.out("a", *range(8))
     out = rig.queues.out
-    for passed_s, in_flight in ((0.5, 1), (3.0, 3), (1.0, 3), (5.0, 5)):
+    for passed_s, num_begun in ((0.5, 1), (0.4, 0), (0.6, 1), (60.0, 2), (0.0, 0)):
         rig.clock.now_s += passed_s
-        rig.tier.poll()
-        assert len(out.pieces) == in_flight
-    out.finish(8)
+        rig.tier.poll(Pace.BETWEEN_STEPS)
+        assert len(out.pieces) == num_begun
+        out.finish(num_begun)
     rig.tier.poll()
-    assert len(out.pieces) == 1, "as few as at first"
+    assert len(out.pieces) == 4, "while the engine rests, all that is left"
+
+
+def test_inside_a_step_one_piece_is_in_flight_at_a_time() -> None:
+    rig = Rig(is_manual=True, busy_blocks=8, busy_blocks_per_s=1.0)
+    slots = rig.out("kept", 7)
+    rig.tier.poll()
+    rig.queues.out.finish()
+    rig.tier.poll()
+    rig.out("a", *range(4))
+    rig.into("b", slots, 9)
+    rig.clock.now_s += 3.0
+    for _ in range(3):
+        rig.tier.poll(Pace.INSIDE_STEP)
+        assert (len(rig.queues.out.pieces), len(rig.queues.into.pieces)) == (1, 1)
+    rig.queues.out.finish()
+    rig.tier.poll(Pace.INSIDE_STEP)
+    assert len(rig.queues.out.pieces) == 1, "the next one"
+
+
+def test_a_piece_too_large_for_the_pace_is_a_debt() -> None:
+    rig = Rig(is_manual=True, busy_blocks=8, busy_blocks_per_s=0.25)
+    rig.out("a", *range(4))
+    out, begun = rig.queues.out, []
+    for _ in range(9):
+        rig.clock.now_s += 1.0
+        rig.tier.poll(Pace.BETWEEN_STEPS)
+        begun.append(len(out.pieces))
+        out.finish(len(out.pieces))
+    assert begun == [1, 0, 0, 0, 1, 0, 0, 0, 1]
 
 
 def test_a_copy_ends_when_its_last_piece_is_done() -> None:

@@ -25,9 +25,8 @@ def pair() -> Iterator[Pair]:
 
 def take_all(end: FrameSocket) -> list[bytes]:
     frames = []
-    while (frame := end.next_frame()) is not None or end.read():
-        if frame is not None:
-            frames.append(bytes(frame))
+    while (frame := end.receive()) is not None:
+        frames.append(bytes(frame))
     return frames
 
 
@@ -81,7 +80,7 @@ def test_an_end_that_dies_with_unread_frames_is_an_end(pair: Pair) -> None:
     left.send(b"the last")
     left.close()
     assert take_all(right) == [b"the last"]
-    assert right.is_ended and not right.read()
+    assert right.is_ended
 
 
 def test_a_frame_that_is_too_long_ends_the_stream() -> None:
@@ -89,12 +88,11 @@ def test_a_frame_that_is_too_long_ends_the_stream() -> None:
     end = FrameSocket(theirs)
     with ours:
         ours.sendall(pack(b"good") + (MAX_FRAME_BYTES + 1).to_bytes(HEADER_BYTES, "big") + b"rest")
-        assert end.read()
-        assert end.next_frame() == b"good"
+        assert end.receive() == b"good"
         assert end.has_frame  # there is something to be told
         with pytest.raises(ProtocolError, match=f"a frame of {MAX_FRAME_BYTES + 1} bytes; the"):
-            end.next_frame()
-        assert end.is_ended and end.next_frame() is None and not end.read()
+            end.receive()
+        assert end.is_ended and end.receive() is None
     end.close()
 
 
@@ -108,3 +106,10 @@ def test_one_end_can_end_and_still_hear_the_other(pair: Pair) -> None:
     right.send(b"still")
     assert take_all(left) == [b"still"]
     assert take_all(right) == [] and right.is_ended and not left.is_ended
+
+
+def test_what_has_arrived_is_received_at_once(pair: Pair) -> None:
+    left, right = pair
+    left.send(b"x" * 100_000)  # more than is read in one piece
+    assert not left.has_unsent
+    assert right.receive() == b"x" * 100_000

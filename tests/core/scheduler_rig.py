@@ -13,7 +13,15 @@ from memserve.core.policy import Fetching, Split
 from memserve.core.profile import ModelShape
 from memserve.core.vocabulary import RequestSpec, Seat
 from memserve.errors import MemServeError
-from memserve.messages import AnyCommand, AnyEvent, PeerJoined, PeerLost, Prefill, SendSnapshot
+from memserve.messages import (
+    AnyCommand,
+    AnyEvent,
+    PeerJoined,
+    PeerLost,
+    PoolStats,
+    Prefill,
+    SendSnapshot,
+)
 from memserve.scheduler import GlobalScheduler
 from memserve.scheduler_settings import SchedulerSettings
 from memserve.types import Caching, Geometry, InstanceId, Namespace, RequestId, Role
@@ -43,11 +51,29 @@ SETTINGS = SchedulerSettings(
     tree_ttl_s=3600.0,
     tree_max_blocks=1000,
     reservation_s=30.0,
+    room_wait_s=300.0,
     policy="cost",
     split=Split.ALWAYS,
     fetching=Fetching.AUTO,
     link="shm",
 )
+
+
+TICK_S = 0.5
+STATS = PoolStats(
+    total_blocks=10_000,
+    free_blocks=10_000,
+    historical_blocks=0,
+    active_blocks=0,
+    reserved_blocks=0,
+    quarantined_blocks=0,
+    pinned_requests=0,
+    running_requests=0,
+    waiting_requests=0,
+    prefix_hit_tokens=0,
+    prefix_query_tokens=0,
+)
+"""There is room for everybody."""
 
 
 class Rig:
@@ -58,6 +84,7 @@ class Rig:
         roles: Mapping[str, Role],
         data: bytes = b"",
         shape: ModelShape = SHAPE,
+        is_calibrated: bool = False,
         **settings: object,
     ) -> None:
         self.now = 0.0
@@ -72,7 +99,10 @@ class Rig:
         """Which serve nothing, and say nothing."""
         self.sent: list[tuple[Seat, AnyCommand]] = []
         self.roles = {InstanceId(name): role for name, role in roles.items()}
-        self.cost = CostModel(built_in(shape, "cpu"))
+        profile = built_in(shape, "cpu")
+        if is_calibrated:
+            profile = msgspec.structs.replace(profile, source="calibrated")
+        self.cost = CostModel(profile)
         self.scheduler = GlobalScheduler(
             msgspec.structs.replace(SETTINGS, **settings),
             self.roles,
@@ -171,6 +201,16 @@ class Rig:
         if worker is not None and worker.epoch == seat.epoch:
             if not isinstance(command, SendSnapshot):
                 worker.inbox.append(command)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes: with heartbeats of those who do not hang, and the scheduler's ticks."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += TICK_S
+            for worker in self.workers.values():
+                if worker.instance not in self.hanging:
+                    self.scheduler.on_stats(Seat(worker.instance, worker.epoch), STATS)
+            self.scheduler.tick()
 
     # ── what happens next ─────────────────────────────────────────────────────────────────────
 

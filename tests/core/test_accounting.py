@@ -53,7 +53,7 @@ class Books:
         }
         self.members = Members(roles, self.cost, 4, 1.5, tp_of)
         for seat in (P0, P1, D0):
-            self.members.add(seat, roles[seat.instance])
+            self.members.add(seat, roles[seat.instance], 0.0)
 
     def request(self, name: str, **plan: Any) -> RequestLifecycle:
         spec = RequestSpec(
@@ -132,7 +132,7 @@ def test_a_lost_instance_takes_its_charges_along() -> None:
     life.step(InstanceLost(P0))
     books.charge(life, 1.0)
     assert books.counts() == [0, 0, 0] and len(books.members.pending) == 0
-    books.members.add(Seat(P0.instance, 2), Role.PREFILL)
+    books.members.add(Seat(P0.instance, 2), Role.PREFILL, 1.0)
     assert books.counts() == [0, 0, 0] and books.queue_s(P0, 1.0) == 0.0
 
 

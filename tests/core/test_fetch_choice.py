@@ -98,6 +98,7 @@ class Placing:
 
     def __init__(self, cost: CostModel, link: str, way: Fetching) -> None:
         self._policy = SteeredPolicy(make_policy("cost", Split.AUTO, cost, link), "")
+        self.splitting = self._policy.splitting
         self._way = way
         self.reason: Detail = {}
         """Of the probe."""

@@ -19,7 +19,7 @@ from memserve.core.policy import (
     Placement,
     Policy,
     Split,
-    can_place,
+    Splitting,
     session_key,
     with_fetch,
 )
@@ -47,10 +47,11 @@ class Cluster:
         policy: PolicyName = "cost",
         split: Split = Split.ALWAYS,
         profile: Profile = SMALL_STEPS,
+        tp_of: dict[str, int] | None = None,
     ) -> None:
         roles = {InstanceId(name): Role(name.rstrip("0123456789")) for name in names}
         self.cost = CostModel(profile)
-        self.loads = Loads(roles, self.cost)
+        self.loads = Loads(roles, self.cost, {InstanceId(i): n for i, n in (tp_of or {}).items()})
         for instance in roles:
             self.loads.start(instance)
         self.policy: Policy = make_policy(policy, split, self.cost, "shm")
@@ -98,6 +99,11 @@ class Cluster:
         return placement.first, placement.decode
 
 
+def roles_of(placement: Placement) -> tuple[str, str | None]:
+    decode = placement.decode
+    return placement.first.rstrip("0123456789"), decode and decode.rstrip("0123456789")
+
+
 def terms(placement: Placement, instance: str) -> dict[str, Any]:
     candidates = placement.reason["candidates"]
     assert isinstance(candidates, list)
@@ -120,6 +126,25 @@ def test_work_is_counted_in_seconds_not_in_requests() -> None:
     cluster.queue("P0", 2000)
     cluster.queue("P1", 16, count=4)
     assert cluster.chosen() == ("P1", "D0")
+
+
+def test_everyone_is_reckoned_at_its_own_degree() -> None:
+    cluster = Cluster("P0", "P1", "P2", "D0", "D1", tp_of={"P1": 2, "D1": 2})
+    placement = cluster.place(num_tokens=2000)
+    assert placement.first == "P1"
+    two = cluster.cost.with_tp(2)
+    assert [terms(placement, name)["exec_s"] for name in ("P0", "P1", "P2")] == pytest.approx(
+        [cost.exec_s(2000) for cost in (cluster.cost, two, cluster.cost)], abs=2e-6
+    )
+    cluster.close("P1")
+    fetching = cluster.place(num_tokens=2000, cached={"P1": 1984})
+    assert fetching.fetch is not None and fetching.first == "P0"
+    assert terms(fetching, "P0")["exec_s"] == pytest.approx(
+        cluster.cost.exec_s(2000, 1984), abs=2e-6
+    )
+    for name, cost in (("D0", cluster.cost), ("D1", two)):
+        step_s = cost.decode_step_s(1, 2000)
+        assert terms(placement, name)["load_s"] == pytest.approx(64 * step_s, rel=1e-3)
 
 
 def test_the_queue_shrinks_as_time_passes_but_never_below_what_has_not_begun() -> None:
@@ -315,11 +340,11 @@ def test_of_equal_sources_the_one_that_has_it_in_hbm_is_asked() -> None:
 def test_a_source_that_owes_an_answer_is_not_asked_again() -> None:
     cluster = Cluster("P0", "P1", "P2", "D0")
     cluster.close("P0")
-    cluster.loads.add_silent(InstanceId("P0"), 1)
+    cluster.loads.add_owed(InstanceId("P0"), 1)
     assert cluster.place(cached={"P0": 992}).fetch is None
     placement = with_fetch(cluster.place(cached={"P0": 992}), cluster.demand(), cluster.loads)
     assert placement.fetch is None
-    cluster.loads.add_silent(InstanceId("P0"), -1)
+    cluster.loads.add_owed(InstanceId("P0"), -1)
     assert cluster.place(cached={"P0": 992}).fetch is not None
 
 
@@ -504,19 +529,67 @@ def test_never_split_leaves_prefill_instances_alone(policy: PolicyName) -> None:
     )
 
 
+@pytest.mark.parametrize("policy", ALL)
+@pytest.mark.parametrize("split", [Split.AUTO, Split.NEVER])
+@pytest.mark.parametrize(("lost", "left"), [("P", "D"), ("D", "P")])
+def test_whoever_lives_stands_in_for_those_who_do_not(
+    lost: str, left: str, split: Split, policy: PolicyName
+) -> None:
+    cluster = Cluster("P0", "P1", "D0", "D1", policy=policy, split=split)
+    usual = ("D", None) if split is Split.NEVER else ("P", "D")
+    assert roles_of(cluster.place()) == usual
+    for name in (f"{lost}0", f"{lost}1"):
+        cluster.loads.end(InstanceId(name))
+    placement = cluster.place()
+    assert roles_of(placement) == (left, None)
+    is_missed = split is Split.AUTO or lost == "D"
+    reason = placement.reason.get("runs whole")
+    word = "prefill" if lost == "P" else "decode"
+    assert reason == (f"no {word} instance answers" if is_missed else None)
+    assert {terms(placement, f"{left}{i}")["instance"] for i in (0, 1)} == {f"{left}0", f"{left}1"}
+    cluster.loads.start(InstanceId(f"{lost}0"))
+    assert roles_of(cluster.place()) == usual
+
+
+@pytest.mark.parametrize("lost", ["P0", "D0"])
+def test_who_is_full_is_not_replaced(lost: str) -> None:
+    """Without calibrated costs nobody can tell whether running whole is faster than waiting."""
+    cluster = Cluster("P0", "D0", split=Split.AUTO)
+    cluster.close(lost)
+    with pytest.raises(UnavailableError):
+        cluster.place()
+    there, free = {Role.PREFILL, Role.DECODE}, {Role.PREFILL, Role.DECODE} - {Role(lost[0])}
+    assert not Splitting(Split.AUTO).can_place(there, free)
+    can_tell = Splitting(Split.AUTO, can_tell=True)
+    assert can_tell.can_place(there, free) is (lost == "P0")
+
+
+def test_the_better_stand_in_is_chosen_by_time() -> None:
+    cluster = Cluster("P0", "D0", "PD0", split=Split.AUTO)
+    cluster.loads.end(InstanceId("P0"))
+    cluster.queue("D0", 2000)
+    assert cluster.chosen() == ("PD0", None)
+    cluster.queue("PD0", 2000, count=3)
+    assert cluster.chosen() == ("D0", None)
+
+
 @pytest.mark.parametrize(
     ("roles", "split", "expected"),
     [
         ({Role.COLOCATED}, Split.ALWAYS, True),
         ({Role.PREFILL, Role.DECODE}, Split.AUTO, True),
-        ({Role.DECODE}, Split.AUTO, False),
+        ({Role.DECODE}, Split.AUTO, True),
+        ({Role.PREFILL}, Split.AUTO, True),
         ({Role.DECODE}, Split.NEVER, True),
-        ({Role.PREFILL}, Split.NEVER, False),
+        ({Role.PREFILL}, Split.NEVER, True),
+        ({Role.DECODE}, Split.ALWAYS, False),
+        ({Role.PREFILL}, Split.ALWAYS, False),
         (set(), Split.NEVER, False),
+        (set(), Split.AUTO, False),
     ],
 )
 def test_which_roles_can_serve(roles: set[Role], split: Split, expected: bool) -> None:
-    assert can_place(roles, split) is expected
+    assert Splitting(split).can_place(roles) is expected
     names = [f"{role.value}0" for role in roles]
     cluster = Cluster(*names, split=split)
     if expected:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from memserve import profiles
-from memserve.config import ClusterConfig, Config, ModelsConfig
+from memserve.config import (
+    ClusterConfig,
+    Config,
+    MempoolConfig,
+    ModelsConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
 from memserve.core.builtin import BUILT_IN
 from memserve.core.profile import FORMAT
 from memserve.errors import ConfigError
@@ -127,6 +135,34 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, data: bytes) -> None:
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"p\.json is no profile"):
         profiles.load(path)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "changes", "named"),
+    [
+        (
+            "nccl",
+            {"transfer": TransferConfig(link="nccl")},
+            r"transfer.link: .*'nccl'.*: dram, shm",
+        ),
+        ("shm", {}, "transfer.link: .*'shm'"),
+        ("dram", {"mempool": MempoolConfig(dram_gb=1.0)}, "mempool.dram_gb: .*'dram'"),
+    ],
+)
+def test_links_whose_costs_are_unknown_are_refused_by_name(
+    lacks: str, changes: dict[str, Any], named: str
+) -> None:
+    config = Config(cluster=ClusterConfig(device="cpu"), **changes)
+    fit = BUILT_IN.links["dram"]
+    links = dict.fromkeys(("shm", "nccl", "dram"), fit)
+    profiles.check_links(config, msgspec.structs.replace(CALIBRATED, links=dict(links)))
+    del links[lacks]
+    profile = msgspec.structs.replace(CALIBRATED, links=links)
+    with pytest.raises(ConfigError, match=named) as caught:
+        profiles.check_links(config, profile)
+    assert "calibrated at" in str(caught.value)
+    others = msgspec.structs.replace(config, scheduler=SchedulerConfig(policy="prefix"))
+    profiles.check_links(others, profile)
 
 
 def test_a_place_that_cannot_be_written_is_seen_beforehand(tmp_path: Path) -> None:

@@ -300,6 +300,13 @@ def test_a_pool_too_small_for_all_puts_the_youngest_back() -> None:
     assert ends[0] == min(ends)  # type: ignore[type-var]
 
 
+def test_a_full_decode_instance_computes_no_prompt_again() -> None:
+    calls = [call(f"c{n}", 4 * BLOCK, 3 * BLOCK, n / 100) for n in range(24)]
+    result = simulate(calls, "1P1D-CC", blocks=16)  # D has room for two of them
+    assert result.traffic.transfers["forward"] == len(calls)
+    assert result.num_preempted == 0
+
+
 def test_a_transfer_that_takes_too_long_is_abandoned() -> None:
     """D computes the prompt itself, and the request ends when the link is quiet."""
     config = Config(transfer=TransferConfig(reservation_s=3.0), scheduler=PLAIN.scheduler)

@@ -1,45 +1,24 @@
-"""The engine loop over a scripted engine, and what the engine is asked to run for a command.
-
-The pool, its requests and the transfers are real; the engine keeps vLLM's order of hooks and frees,
-and generates what a test tells it. No process, no model, no waiting: time is a number.
-"""
+"""The engine loop, command by command: what it answers, in which order, and what it holds."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, cast
-
 import msgspec
 import pytest
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.engine import EngineCoreOutputs
 
 from memserve.changes import Evicted
-from memserve.core.swap import SwapDecision, SwapLimits
 from memserve.core.tokens import pack
-from memserve.errors import RequestError
 from memserve.messages import (
     Abort,
-    Allocate,
     Allocated,
-    AnyCommand,
-    AnyEvent,
-    Audit,
-    Audited,
     CacheChanged,
     CacheSnapshot,
     Commit,
-    Decode,
     Expired,
     Finished,
     Heartbeat,
     History,
     Inserted,
-    PeerJoined,
-    Prefill,
     Rejected,
     ResetCache,
     SendSnapshot,
@@ -47,359 +26,34 @@ from memserve.messages import (
     Started,
     Stop,
     Tokens,
-    Transmit,
     TransmitFailed,
 )
-from memserve.types import InstanceId, Namespace, RequestId, TransferId, TransferStyle
-from memserve.workers.compat import Engine, EngineCodec, complete_tokens
-from memserve.workers.engine_loop import EngineLoop
-from memserve.workers.index_reports import IndexReports
-from memserve.workers.links.fake import FakeLink
-from memserve.workers.mempool import MemPool
-from memserve.workers.requests import decode_request, prefill_request
-from memserve.workers.swap_queue import NoSwaps, SwapQueue, Swaps
-from memserve.workers.swapping import Swapper
-from memserve.workers.transfer import Transfers, private_namespace
-from tests.contract.link_rig import BLOCK_SIZE, buffer_bytes, geometry
-from tests.contract.swap_rig import CheapSwaps, ManualQueues, make_tier
-from tests.contract.transfer_rig import FakeClock, make_hasher, make_pool, prompt
+from memserve.types import Namespace, RequestId, TransferId, TransferStyle
+from memserve.workers.transfer import private_namespace
+from tests.contract.link_rig import BLOCK_SIZE, geometry
+from tests.contract.transfer_rig import prompt
+from tests.integration.loop_rig import (
+    CHUNKED,
+    ID,
+    JOINED,
+    NUM_BLOCKS,
+    Bench,
+    allocate,
+    decode,
+    kinds,
+    only,
+    prefill,
+    transmit,
+)
 from tests.integration.worker_harness import request_bytes
 
-ID = RequestId("r")
-NUM_BLOCKS = 24
 
-
-class ScriptedEngine:
-    """What the loop uses of `compat.Engine`. Each step gives every running request one token, or
-    computes the next chunk of its prompt."""
-
-    max_model_len = 100
-
-    def __init__(self, mempool: MemPool, pool: BlockPool) -> None:
-        self._mempool = mempool
-        self._pool = pool
-        self._hasher = make_hasher()
-        self.loop: EngineLoop | None = None
-        self.waiting: list[Request] = []
-        self.running: dict[str, Request] = {}
-        self.tables: dict[str, list[int]] = {}
-        self.breaks_on_add: Exception | None = None
-        self.added: list[EngineCoreRequest] = []
-        self.num_steps = 0
-        self.steps_in_flight = 0
-        """As the fence sees it: a step ends so many calls of `step` later."""
-        self.chunk_tokens = 1000
-        self.layers_told: Sequence[int] = ()
-        """Of which the step tells while it computes."""
-        self.after_each_step: Callable[[], None] = lambda: None
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self.waiting or self.running)
-
-    @property
-    def is_starved(self) -> bool:
-        return bool(self.waiting) and not self.running
-
-    def running_blocks(self, request_id: str) -> tuple[list[int], int]:
-        request = self.running.get(request_id)
-        if request is None:
-            return [], 0
-        return list(self.tables[request_id]), request.num_computed_tokens
-
-    def held_blocks(self) -> dict[str, list[int]]:
-        return dict(self.tables)
-
-    def fence(self) -> Callable[[], bool]:
-        last_step = self.num_steps + self.steps_in_flight
-        return lambda: self.num_steps >= last_step
-
-    def add(self, request: EngineCoreRequest) -> None:
-        if self.breaks_on_add is not None:
-            raise self.breaks_on_add
-        self.added.append(request)
-        key = self._hasher(request.prompt_token_ids or [], Namespace(request.cache_salt))
-        key.request_id = request.request_id
-        assert request.sampling_params is not None
-        assert request.sampling_params.max_tokens is not None
-        key.max_tokens = request.sampling_params.max_tokens
-        self.waiting.append(key)
-
-    def abort(self, request_id: str) -> None:
-        for request in self.waiting:
-            if request.request_id == request_id:
-                self.waiting.remove(request)
-                request.status = RequestStatus.FINISHED_ABORTED
-                self._finish(request)
-                return
-        if (running := self.running.pop(request_id, None)) is not None:
-            running.status = RequestStatus.FINISHED_ABORTED
-            self._finish(running)
-
-    def step(self) -> tuple[EngineCoreOutputs | None, bool]:
-        assert self.loop is not None
-        self.num_steps += 1
-        for request in list(self.waiting):
-            self._schedule(request)
-        outputs = []
-        scheduled = {
-            r.request_id: min(self.chunk_tokens, r.num_tokens - r.num_computed_tokens)
-            for r in self.running.values()
-        }
-        self.loop.on_step(scheduled)
-        for layer in self.layers_told:
-            self.loop.on_layer(layer)
-        for request in list(self.running.values()):
-            request.num_computed_tokens += scheduled[request.request_id]
-            if request.num_computed_tokens < request.num_tokens:
-                continue
-            request.append_output_token_ids(500 + request.num_output_tokens)
-            output = EngineCoreOutput(request.request_id, [request.output_token_ids[-1]])
-            if request.num_output_tokens == request.max_tokens:
-                output.finish_reason = FinishReason.LENGTH
-                request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-                del self.running[request.request_id]
-                self._finish(request)
-            outputs.append(output)
-        self.after_each_step()
-        return EngineCoreOutputs(outputs=outputs), bool(self.running or outputs)
-
-    def _schedule(self, request: Request) -> None:
-        assert self.loop is not None
-        hits = [self._pool.get_cached_block(h, [0]) for h in request.block_hashes]
-        most = (request.num_tokens - 1) // BLOCK_SIZE
-        blocks = [found[0] for found in hits[:most] if found]
-        need = -(-(request.num_tokens + request.max_tokens) // BLOCK_SIZE) - len(blocks)
-        evictable = sum(block.ref_cnt == 0 for block in blocks)
-        if need > self._pool.get_num_free_blocks() - evictable:
-            return
-        self._pool.touch(blocks)
-        cached = len(blocks) * BLOCK_SIZE
-        blocks = blocks + self._pool.get_new_blocks(need)
-        self._pool.cache_full_blocks(
-            request, blocks, cached // BLOCK_SIZE, len(request.block_hashes), BLOCK_SIZE, 0
-        )
-        request.num_computed_tokens = cached
-        self.waiting.remove(request)
-        self.running[request.request_id] = request
-        self.tables[request.request_id] = [block.block_id for block in blocks]
-        self.loop.on_scheduled(request.request_id, cached)
-
-    def _finish(self, request: Request) -> None:
-        assert self.loop is not None
-        table = self.tables.get(request.request_id, [])
-        self.loop.on_finished(request, list(table))
-        self._pool.free_blocks(reversed([self._pool.blocks[b] for b in table]))
-        self.tables.pop(request.request_id, None)
-
-
-class ScriptedChannel:
-    """Commands in, events out; waiting moves the clock on and ends the run when all is said."""
-
-    def __init__(self, clock: FakeClock) -> None:
-        self._clock = clock
-        self.commands: deque[AnyCommand] = deque()
-        self.events: list[AnyEvent] = []
-        self.waits: list[float] = []
-        self.is_idle_after = 1
-        self.spins = 0
-        self.loop: EngineLoop | None = None
-
-    def send(self, event: AnyEvent) -> None:
-        self.events.append(event)
-
-    def receive(self) -> AnyCommand | None:
-        return self.commands.popleft() if self.commands else None
-
-    def wait(self, timeout_s: float) -> None:
-        self.waits.append(timeout_s)
-        if self.commands:
-            return
-        if timeout_s <= 0.0:
-            self.spins += 1
-            if self.spins > 1000 and self.loop is not None:
-                self.loop.stop()  # it waits for a copy that a test holds back
-            return
-        self._clock.now_s += timeout_s
-        self.is_idle_after -= 1
-        if self.is_idle_after < 0:
-            assert self.loop is not None
-            self.loop.stop()
-
-
-class Bench:
-    """One loop with everything around it; with `queues`, it has a DRAM tier that copies on them."""
-
-    def __init__(
-        self,
-        queues: ManualQueues | None = None,
-        style: TransferStyle = TransferStyle.REQUEST,
-    ) -> None:
-        self.clock = FakeClock()
-        self.mempool, self.pool = make_pool(NUM_BLOCKS, clock=self.clock)
-        self.engine = ScriptedEngine(self.mempool, self.pool)
-        self.channel = ScriptedChannel(self.clock)
-        shape = geometry("block_first", NUM_BLOCKS)
-        size = buffer_bytes(shape)
-        memory = bytearray(size)
-        self.link = FakeLink(memory, shape, bytearray(size), shape)
-        self.writes: list[str] = []
-        """What was sent, in words, as the link was given it."""
-        self._note_writes()
-        reports = IndexReports(self.mempool, InstanceId("P0"), 1, self.channel.send)
-        self.transfers = Transfers(
-            self.mempool,
-            shape,
-            lambda peer: self.link,
-            InstanceId("P0"),
-            1,
-            reports.send,
-            style,
-        )
-        self.swaps: Swaps = NoSwaps()
-        if queues is not None:
-            limits = SwapLimits(margin_blocks=0, pinned_blocks=8)
-            tier = make_tier(shape, memory, queues, self.clock)
-            self.swapper = Swapper(self.mempool, tier, limits, self.clock, batch_blocks=4)
-            decision = SwapDecision(CheapSwaps(), BLOCK_SIZE, shape.block_bytes)
-            self.swaps = SwapQueue(self.mempool, self.swapper, decision, limits, self.clock)
-        self.loop = EngineLoop(
-            InstanceId("P0"),
-            1,
-            cast(Engine, self.engine),
-            self.mempool,
-            self.transfers,
-            self.swaps,
-            reports,
-            self.channel,
-            heartbeat_interval_s=1.0,
-            clock=self.clock,
-        )
-        self.engine.loop = self.channel.loop = self.loop
-
-    def _note_writes(self) -> None:
-        send, send_layer = self.link.send, self.link.send_layer
-
-        def noted(part: TransferId, sources: Sequence[Any], targets: Sequence[Any]) -> None:
-            self.writes.append(f"{len(targets)} blocks in step {self.engine.num_steps}")
-            send(part, sources, targets)
-
-        def noted_layer(
-            part: TransferId, layer: int, sources: Sequence[Any], targets: Sequence[Any]
-        ) -> None:
-            text = f"layer {layer} of {len(targets)} in step {self.engine.num_steps}"
-            self.writes.append(text)
-            send_layer(part, layer, sources, targets)
-
-        self.link.send, self.link.send_layer = noted, noted_layer  # type: ignore[method-assign]
-
-    def run(self, *commands: AnyCommand, idle_waits: int = 0) -> list[AnyEvent]:
-        """Serve these until the worker is idle, and has waited so often.
-
-        Without heartbeats, and without what is said of the index.
-        """
-        self.channel.commands.extend(commands)
-        self.channel.is_idle_after = idle_waits
-        self.channel.spins = 0
-        self.channel.events.clear()
-        self.loop._is_stopping = False
-        self.loop.run()
-        periodic = Heartbeat | CacheChanged
-        return [event for event in self.channel.events if not isinstance(event, periodic)]
-
-    def audit(self) -> Audited:
-        audited = [e for e in self.run(Audit(epoch=1, audit_id=1)) if isinstance(e, Audited)]
-        assert len(audited) == 1
-        return audited[0]
-
-
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
-
-
-def prefill(tokens: list[int], **changes: Any) -> Prefill:
-    fields: dict[str, Any] = {
-        "epoch": 1,
-        "request_id": ID,
-        "attempt": 1,
-        "request": request_bytes(20),
-        "known_tokens": 0,
-        "token_ids": tokens,
-        "whole": False,
-        "hold": True,
-        "is_private": False,
-    }
-    return Prefill(**{**fields, **changes})
-
-
-def decode(tokens: list[int], **changes: Any) -> Decode:
-    fields: dict[str, Any] = {
-        "epoch": 1,
-        "request_id": ID,
-        "attempt": 1,
-        "request": request_bytes(3),
-        "known_tokens": 0,
-        "token_ids": tokens,
-        "num_generated": 1,
-        "hold": False,
-        "is_private": False,
-    }
-    return Decode(**{**fields, **changes})
-
-
-def allocate(tokens: list[int], **changes: Any) -> Allocate:
-    fields: dict[str, Any] = {
-        "epoch": 1,
-        "transfer_id": TransferId("t"),
-        "request_id": ID,
-        "known_tokens": 0,
-        "token_ids": tokens,
-        "namespace": Namespace(),
-        "is_private": False,
-        "deadline_s": 30.0,
-    }
-    return Allocate(**{**fields, **changes})
-
-
-def transmit(*block_ids: int) -> Transmit:
-    return Transmit(
-        epoch=1,
-        transfer_id=TransferId("t"),
-        request_id=ID,
-        peer=InstanceId("D0"),
-        first_block=0,
-        block_ids=list(block_ids),  # type: ignore[arg-type]
-    )
-
-
-JOINED = PeerJoined(
-    epoch=1,
-    peer=InstanceId("D0"),
-    peer_epoch=1,
-    geometry=geometry("block_first", NUM_BLOCKS),
-    addresses={},
-)
-
-
-def kinds(events: Sequence[AnyEvent]) -> list[type]:
-    return [type(event) for event in events]
-
-
-def only(events: Sequence[AnyEvent], kind: type) -> Any:
-    (event,) = [event for event in events if isinstance(event, kind)]
-    return event
-
-
-# ── the loop ──────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture(params=[0, 3], ids=["between steps", "inside steps"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    """An engine that never waits, as on the CPU, and one that waits in each step, as on a GPU."""
+    made = Bench()
+    made.engine.turns_inside = request.param
+    return made
 
 
 def test_prefill_is_told_in_order_and_held_until_forgotten(bench: Bench) -> None:
@@ -428,9 +82,6 @@ def test_sent_follows_finished(bench: Bench, transmit_first: bool) -> None:
         assert kinds(events) == [Started, Tokens, Finished, Sent]
     assert only(events, Sent).num_blocks == 2
     assert bench.audit().stats.active_blocks == 0
-
-
-CHUNKED = prompt(17)
 
 
 @pytest.mark.parametrize(
@@ -667,6 +318,7 @@ def test_heartbeat_follows_when_the_engine_falls_idle(bench: Bench) -> None:
 
 def test_the_status_says_how_long_steps_and_turns_take(bench: Bench) -> None:
     step, poll = bench.engine.step, bench.loop._transfers.poll
+    bench.engine.turns_inside = 0
 
     def slow_step() -> tuple[EngineCoreOutputs | None, bool]:
         bench.clock.now_s += 0.25
@@ -709,98 +361,3 @@ def test_engine_that_breaks_ends_the_loop(bench: Bench) -> None:
     bench.engine.step = broken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="device lost"):
         bench.run(prefill(prompt(6)))
-
-
-# ── what the engine is asked to run ───────────────────────────────────────────────────────────
-
-
-def front_end_request(**params: Any) -> EngineCoreRequest:
-    """As it arrives: through vLLM's codec, which runs the parameters' own checks again."""
-    return EngineCodec().decode_request(request_bytes(**{"max_tokens": 20, **params}))
-
-
-def params_of(request: EngineCoreRequest) -> SamplingParams:
-    assert request.sampling_params is not None
-    return request.sampling_params
-
-
-def test_prefill_samples_one_token_whatever_the_client_asked() -> None:
-    """39: limits of the client do not reach P."""
-    request = front_end_request(
-        min_tokens=5, logprobs=2, prompt_logprobs=1, stop_token_ids=[9], logit_bias={3: 1.0}
-    )
-    params = params_of(prefill_request(request, prefill([1, 2]), [1, 2], "r/1", "salt"))
-    assert (params.max_tokens, params.min_tokens, params.n) == (1, 0, 1)
-    assert (params.logprobs, params.prompt_logprobs) == (2, 1)  # 37, 38: they come from P
-    assert params.skip_reading_prefix_cache
-    assert params.stop_token_ids == [9]  # 41: a stop token as the very first token
-    assert params.logit_bias == {3: 1.0}
-    assert (request.request_id, request.cache_salt) == ("r/1", "salt")
-    assert request.prompt_token_ids == [1, 2]
-
-
-def test_prefill_whose_token_is_dropped_has_no_grammar() -> None:
-    grammar = StructuredOutputsParams(json={"type": "object"})
-    request = front_end_request(structured_outputs=grammar, logprobs=2, prompt_logprobs=0)
-    params = params_of(prefill_request(request, prefill([1], resample=True), [1], "r/1", None))
-    assert params.structured_outputs is None
-    assert params.logprobs is None
-    assert params.prompt_logprobs == 0
-
-
-def test_whole_request_keeps_its_limits_less_what_was_generated() -> None:
-    command = prefill([1, 2, 3], whole=True, num_generated=2)
-    request = front_end_request(min_tokens=3, prompt_logprobs=1)
-    params = params_of(prefill_request(request, command, command.token_ids, "r/2", None))
-    assert (params.max_tokens, params.min_tokens) == (18, 1)
-    assert params.prompt_logprobs is None  # the client has them from the first attempt
-    assert not params.skip_reading_prefix_cache
-
-    request = front_end_request(min_tokens=3, prompt_logprobs=1)
-    params = params_of(prefill_request(request, prefill([1], whole=True), [1], "r/1", None))
-    assert (params.max_tokens, params.min_tokens, params.prompt_logprobs) == (20, 3, 1)
-
-
-def test_decode_reads_the_cache_and_counts_what_was_generated() -> None:
-    request = front_end_request(min_tokens=2, prompt_logprobs=1, logprobs=4)
-    params = params_of(decode_request(request, decode([], num_generated=3), [1, 2], "r/1", None))
-    assert (params.max_tokens, params.min_tokens) == (17, 0)
-    assert params.prompt_logprobs is None
-    assert params.skip_reading_prefix_cache is False
-    assert params.logprobs == 4
-
-
-def test_client_cannot_speak_to_vllm_s_own_transfers() -> None:
-    extra = {"kv_transfer_params": {"do_remote_prefill": True}, "mine": 1}
-    request = front_end_request(extra_args=extra)
-    params = params_of(prefill_request(request, prefill([1]), [1], "r/1", None))
-    assert params.extra_args == {"mine": 1}
-
-
-@pytest.mark.parametrize("num_generated", [20, 21])
-def test_nothing_left_to_generate_is_an_error(num_generated: int) -> None:
-    with pytest.raises(RequestError, match="of 20 allowed"):
-        decode_request(
-            front_end_request(), decode([], num_generated=num_generated), [1], "r/1", None
-        )
-
-
-def test_request_that_generates_nothing_is_an_error() -> None:
-    request = front_end_request()
-    request.sampling_params = None
-    with pytest.raises(RequestError, match="generates nothing"):
-        prefill_request(request, prefill([1]), [1], "r/1", None)
-
-
-@pytest.mark.parametrize(
-    ("computed", "in_flight", "complete"),
-    [(0, 0, 0), (9, 0, 9), (10, 1, 9), (10, 0, 9), (7, 7, 0), (0, 4, 0)],
-)
-def test_kv_of_steps_in_flight_is_not_complete(
-    computed: int, in_flight: int, complete: int
-) -> None:
-    request = make_hasher()(prompt(8), Namespace())
-    request.append_output_token_ids([1, 2])
-    request.num_computed_tokens = computed
-    request.num_in_flight_tokens = in_flight
-    assert complete_tokens(request) == complete

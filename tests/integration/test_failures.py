@@ -12,7 +12,6 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import psutil
 import pytest
@@ -21,18 +20,18 @@ from memserve.status import InstanceStatus
 from memserve.types import InstanceState
 from tests.integration.api_client import ApiError, Client, Completion, until_async
 from tests.integration.cluster_harness import MODEL, Cluster, running
+from tests.integration.failing import Stream, instance_of, signal_instance, until_back
 from tests.integration.reference import Job, Reference
 from tests.integration.texts import Texts
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-BACK_S = 60.0
-"""For an instance to be ready again: some seconds on an idle machine."""
 NUM_TOKENS = 40
 SETTINGS: dict[str, object] = {
     "cluster.max_restarts": 1000,
     "cluster.heartbeat_interval_s": 0.2,
     "scheduler.max_attempts": 4,
+    "scheduler.split": "always",  # requests wait for the dead one: `test_standing_in.py` has others
 }
 
 
@@ -47,66 +46,6 @@ def pair() -> Iterator[Cluster]:
 async def client(pair: Cluster) -> AsyncIterator[Client]:
     async with Client(pair) as client:
         yield client
-
-
-async def _instance(client: Client, id: str) -> InstanceStatus:
-    return next(i for i in (await client.status()).instances if i.id == id)
-
-
-async def _signal(client: Client, id: str, number: signal.Signals) -> InstanceStatus:
-    """Signal an instance's process; its status before that."""
-    instance = await _instance(client, id)
-    assert instance.pid is not None
-    os.kill(instance.pid, number)
-    if number is signal.SIGSTOP:
-        process = psutil.Process(instance.pid)
-
-        async def is_stopped() -> bool:
-            return process.status() == psutil.STATUS_STOPPED
-
-        await until_async(is_stopped, f"{id} is stopped", 10)
-    return instance
-
-
-async def _until_back(client: Client, before: InstanceStatus) -> None:
-    """The instance is in its next life."""
-
-    async def is_back() -> bool:
-        now = await _instance(client, before.id)
-        return now.epoch == before.epoch + 1 and now.state is InstanceState.READY
-
-    await until_async(is_back, f"{before.id} is ready again", BACK_S, every_s=0.1)
-    now = await _instance(client, before.id)
-    assert now.restarts == before.restarts + 1
-    assert now.pid != before.pid
-
-
-class Stream:
-    """A stream that runs in a task, and that can be waited for at any token."""
-
-    def __init__(self, client: Client, job: Job, call_id: str, **extra: Any) -> None:
-        self.call_id = call_id
-        self.token_ids: list[int] = []
-        self._events = client.events(job.prompt, job.num_tokens, call_id=call_id, **extra)
-        self._progress = asyncio.Condition()
-        self.task = asyncio.create_task(self._read())
-
-    async def _read(self) -> list[int]:
-        try:
-            async for event in self._events:
-                for choice in event["choices"]:
-                    self.token_ids += choice.get("token_ids") or []
-                async with self._progress:
-                    self._progress.notify_all()
-        finally:
-            async with self._progress:
-                self._progress.notify_all()
-        return self.token_ids
-
-    async def until_tokens(self, count: int) -> None:
-        async with asyncio.timeout(60), self._progress:
-            await self._progress.wait_for(lambda: len(self.token_ids) >= count or self.task.done())
-        assert len(self.token_ids) >= count, await self.task
 
 
 def _job(texts: Texts, length: int, seed: int) -> Job:
@@ -133,9 +72,9 @@ async def test_an_instance_that_hangs_is_replaced(texts: Texts, reference: Refer
         async with Client(cluster) as client:
             stream = Stream(client, job, "hangs")
             await stream.until_tokens(3)
-            before = await _signal(client, "D0", signal.SIGSTOP)
+            before = await signal_instance(client, "D0", signal.SIGSTOP)
             assert await stream.task == expected
-            await _until_back(client, before)
+            await until_back(client, before)
             assert before.pid is not None
             assert not psutil.pid_exists(before.pid)
             await _check_alive(client, texts, reference)
@@ -143,20 +82,21 @@ async def test_an_instance_that_hangs_is_replaced(texts: Texts, reference: Refer
 
 
 async def test_an_instance_that_dies_too_often_is_given_up(texts: Texts) -> None:
-    with running("1P1D-CC", settings={"cluster.max_restarts": 1}) as cluster:
+    settings = {"cluster.max_restarts": 1, "scheduler.split": "always"}
+    with running("1P1D-CC", settings=settings) as cluster:
         async with Client(cluster) as client:
-            first = await _signal(client, "D0", signal.SIGKILL)
-            await _until_back(client, first)
-            await _signal(client, "D0", signal.SIGKILL)
+            first = await signal_instance(client, "D0", signal.SIGKILL)
+            await until_back(client, first)
+            await signal_instance(client, "D0", signal.SIGKILL)
 
             async def has_failed() -> bool:
-                return (await _instance(client, "D0")).state is InstanceState.FAILED
+                return (await instance_of(client, "D0")).state is InstanceState.FAILED
 
             await until_async(has_failed, "D0 is given up", 20)
-            with pytest.raises(ApiError, match="instance") as caught:
+            with pytest.raises(ApiError, match="no decode instance answers") as caught:
                 await client.complete(texts.tokens(20, random.Random(50)), 2)
             assert caught.value.status == 503
-            assert (await _instance(client, "D0")).error == "killed by SIGKILL"
+            assert (await instance_of(client, "D0")).error == "killed by SIGKILL"
             assert not (await client.status()).is_ready
             assert (await asyncio.to_thread(cluster.get, "/ready"))[0] == 503
             assert (await asyncio.to_thread(cluster.get, "/health"))[0] == 200
@@ -193,7 +133,7 @@ async def test_every_instance_dies_once_under_load(texts: Texts, reference: Refe
                     async with progress:
                         while num_done < at:
                             await progress.wait()
-                    killed.append(await _signal(client, victim, signal.SIGKILL))
+                    killed.append(await signal_instance(client, victim, signal.SIGKILL))
                 return killed
 
             killing = asyncio.create_task(kill_some())
@@ -201,7 +141,7 @@ async def test_every_instance_dies_once_under_load(texts: Texts, reference: Refe
                 answers = await asyncio.gather(*(one(job) for job in jobs))
                 killed = await killing
             for before in killed:
-                await _until_back(client, before)
+                await until_back(client, before)
             errors = [answer for answer in answers if isinstance(answer, ApiError)]
             for answer, tokens in zip(answers, expected, strict=True):
                 if isinstance(answer, Completion):
@@ -218,8 +158,8 @@ async def test_every_instance_dies_once_under_load(texts: Texts, reference: Refe
 async def test_dies_idle(client: Client, texts: Texts, reference: Reference, victim: str) -> None:
     await client.complete(_job(texts, 100, 41).prompt, 3)
     await client.until_idle()
-    before = await _signal(client, victim, signal.SIGKILL)
-    await _until_back(client, before)
+    before = await signal_instance(client, victim, signal.SIGKILL)
+    await until_back(client, before)
     await _check_alive(client, texts, reference)
 
 
@@ -232,11 +172,11 @@ async def test_dies_while_the_prompt_is_computed(
     # Salted: the other victim's test left the prompt in P's cache.
     stream = Stream(client, job, f"prefill-{victim}", cache_salt=victim)
     await client.until_step(stream.call_id, "started")
-    before = await _signal(client, victim, signal.SIGKILL)
+    before = await signal_instance(client, victim, signal.SIGKILL)
     assert stream.token_ids == []
     assert await stream.task == expected
     assert "lost" in await client.steps(stream.call_id)
-    await _until_back(client, before)
+    await until_back(client, before)
     await _check_alive(client, texts, reference)
 
 
@@ -247,17 +187,17 @@ async def test_dies_before_the_kv_has_arrived(
     """D is stopped, so that its reservation stays open after the first token."""
     job = _job(texts, 150, 43)
     [expected] = await asyncio.to_thread(reference.tokens, [job])
-    stopped = await _signal(client, "D0", signal.SIGSTOP)
+    stopped = await signal_instance(client, "D0", signal.SIGSTOP)
     assert stopped.pid is not None
     try:
         stream = Stream(client, job, f"handoff-{victim}", cache_salt=victim)
         await stream.until_tokens(1)
-        before = await _signal(client, victim, signal.SIGKILL)
+        before = await signal_instance(client, victim, signal.SIGKILL)
     finally:
         if victim != "D0":
             os.kill(stopped.pid, signal.SIGCONT)
     assert await stream.task == expected
-    await _until_back(client, before)
+    await until_back(client, before)
     await _check_alive(client, texts, reference)
 
 
@@ -269,10 +209,10 @@ async def test_dies_while_decode_runs(
     [expected] = await asyncio.to_thread(reference.tokens, [job])
     stream = Stream(client, job, f"decode-{victim}", cache_salt=victim)
     await stream.until_tokens(4)
-    before = await _signal(client, victim, signal.SIGKILL)
+    before = await signal_instance(client, victim, signal.SIGKILL)
     assert await stream.task == expected
     assert ("lost" in await client.steps(stream.call_id)) == (victim == "D0")
-    await _until_back(client, before)
+    await until_back(client, before)
     await _check_alive(client, texts, reference)
 
 
@@ -285,16 +225,16 @@ async def test_dies_while_kv_is_given_back(
     [expected] = await asyncio.to_thread(reference.tokens, [job])
     stream = Stream(client, job, f"return-{victim}", cache_salt=victim)
     await stream.until_tokens(2)
-    stopped = await _signal(client, "P0", signal.SIGSTOP)
+    stopped = await signal_instance(client, "P0", signal.SIGSTOP)
     assert stopped.pid is not None
     try:
         assert await stream.task == expected
-        before = await _signal(client, victim, signal.SIGKILL)
+        before = await signal_instance(client, victim, signal.SIGKILL)
     finally:
         if victim != "P0":
             os.kill(stopped.pid, signal.SIGCONT)
     await client.until_released(stream.call_id)
-    await _until_back(client, before)
+    await until_back(client, before)
     await _check_alive(client, texts, reference)
 
 
@@ -305,13 +245,13 @@ async def test_what_cannot_be_placed_again_fails_with_an_error(
     job = _job(texts, 60, 46)
     stream = Stream(client, job, "seeded", temperature=1.0, seed=5)
     await stream.until_tokens(3)
-    before = await _signal(client, "D0", signal.SIGKILL)
+    before = await signal_instance(client, "D0", signal.SIGKILL)
     with pytest.raises(ApiError, match="D0 was lost") as caught:
         await stream.task
     assert caught.value.error["code"] == 500
     [timeline] = await client.timelines(stream.call_id)
     assert timeline.state == "failed"
-    await _until_back(client, before)
+    await until_back(client, before)
     await _check_alive(client, texts, reference)
 
 
@@ -321,12 +261,12 @@ async def test_a_client_leaves_while_decode_is_dead(
     """A cancel of a request that waits for its place."""
     stream = Stream(client, _job(texts, 60, 47), "gone")
     await stream.until_tokens(3)
-    before = await _signal(client, "D0", signal.SIGKILL)
+    before = await signal_instance(client, "D0", signal.SIGKILL)
     await client.until_step("gone", "lost")
     stream.task.cancel()
     await asyncio.gather(stream.task, return_exceptions=True)
     await client.until_released("gone")
-    await _until_back(client, before)
+    await until_back(client, before)
     await _check_alive(client, texts, reference)
 
 
@@ -342,7 +282,7 @@ async def test_the_zygote_dies(
     (await asyncio.to_thread(lambda: pair.zygote)).kill()
     assert [await stream.task for stream in streams] == expected
     for instance in before:
-        await _until_back(client, instance)
+        await until_back(client, instance)
     await _check_alive(client, texts, reference)
 
 
@@ -358,9 +298,9 @@ async def test_a_chat_answer_that_is_not_streamed_survives_too(
     undisturbed = await client.post("/v1/chat/completions", body)
     asked = asyncio.create_task(client.post("/v1/chat/completions", body, "survivor"))
     await client.until_step("survivor", "inserted")
-    before = await _signal(client, "D0", signal.SIGKILL)
+    before = await signal_instance(client, "D0", signal.SIGKILL)
     answer = await asked
     assert answer["choices"][0]["message"] == undisturbed["choices"][0]["message"]
     assert answer["usage"]["completion_tokens"] == undisturbed["usage"]["completion_tokens"]
-    await _until_back(client, before)
+    await until_back(client, before)
     await _check_alive(client, texts, reference)

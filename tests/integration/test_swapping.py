@@ -40,8 +40,7 @@ from tests.contract.link_rig import BLOCK_SIZE
 from tests.contract.swap_rig import ManualQueues
 from tests.contract.transfer_rig import prompt
 from tests.integration.cluster_harness import until
-from tests.integration.reference import Job, Reference
-from tests.integration.test_engine_loop import (
+from tests.integration.loop_rig import (
     ID,
     JOINED,
     Bench,
@@ -51,6 +50,7 @@ from tests.integration.test_engine_loop import (
     only,
     prefill,
 )
+from tests.integration.reference import Job, Reference
 from tests.integration.worker_harness import DEADLINE_S, ENGINE, Rig, request_bytes
 
 PROMPT = prompt(18)

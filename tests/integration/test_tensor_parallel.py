@@ -11,16 +11,19 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+from memserve.messages import Abort, Allocate, Allocated, Cancel, Prefill, Started, Tokens
 from memserve.status import InstanceStatus
-from memserve.types import InstanceState
+from memserve.types import InstanceState, Namespace, RequestId, TransferId
 from tests.integration.api_client import Client, until_async
 from tests.integration.cluster_harness import BLOCK, Cluster, running
 from tests.integration.reference import Job, Reference
 from tests.integration.texts import Texts
+from tests.integration.worker_harness import Rig, request_bytes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -110,3 +113,46 @@ async def test_an_instance_and_its_ranks_die_together_and_come_back(
         answer = await client.complete(job.prompt, job.num_tokens)
         assert answer.token_ids == expected
         await client.until_idle()
+
+
+def test_the_driver_serves_while_its_ranks_compute(model_folder: Path) -> None:
+    """A prompt takes them seconds, in one step; what is asked meanwhile is answered before it."""
+    rig = Rig(str(model_folder))
+    name, other = RequestId("long"), RequestId("other")
+    try:
+        rig.start("P0", tp=3)
+        rig.send(
+            "P0",
+            Prefill(
+                epoch=1,
+                request_id=name,
+                attempt=1,
+                request=request_bytes(1),
+                known_tokens=0,
+                token_ids=random.Random(1).choices(range(1000, 40_000), k=1500),
+                whole=True,
+                hold=False,
+                is_private=False,
+            ),
+        )
+        rig.expect("P0", Started)
+        rig.send(
+            "P0",
+            Allocate(
+                epoch=1,
+                transfer_id=TransferId("t"),
+                request_id=other,
+                known_tokens=0,
+                token_ids=list(range(2 * BLOCK)),
+                namespace=Namespace(),
+                is_private=False,
+                deadline_s=60.0,
+            ),
+        )
+        assert [type(event) for event in rig.until("P0", Tokens)] == [Allocated, Tokens]
+        rig.send("P0", Cancel(epoch=1, transfer_id=TransferId("t")))
+        for request_id in (name, other):
+            rig.send("P0", Abort(epoch=1, request_id=request_id))
+        rig.assert_clean("P0")
+    finally:
+        rig.close()

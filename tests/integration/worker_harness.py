@@ -231,25 +231,20 @@ class Rig:
                 self._receive_from(key.data)  # its seat
 
     def _greet(self, peer: FrameSocket, deadline: float) -> None:
-        while (frame := peer.next_frame()) is None:
+        while (frame := peer.receive()) is None:
             assert not peer.is_ended and time.monotonic() < deadline, "a worker without a greeting"
             select.select([peer], [], [], max(0.0, deadline - time.monotonic()))
-            peer.read()
         greeting = decode_greeting(frame)
         seat = f"{greeting.instance}/{greeting.epoch}"
+        if seat in self._peers:  # it has ended, which nobody has looked at yet
+            self.disconnect(seat)
         self._peers[seat] = peer
         self._selector.register(peer, selectors.EVENT_READ, seat)
-        self._take_frames(peer)
+        self._receive_from(seat)
 
     def _receive_from(self, seat: str) -> None:
         peer = self._peers[seat]
-        peer.read()
-        self._take_frames(peer)
-        if peer.is_ended:
-            self.disconnect(seat)
-
-    def _take_frames(self, peer: FrameSocket) -> None:
-        while (frame := peer.next_frame()) is not None:
+        while (frame := peer.receive()) is not None:
             event = decode_event(frame)
             pending = self._pending.setdefault(event.instance, [])
             # One heartbeat says as much as many.
@@ -257,6 +252,8 @@ class Rig:
                 isinstance(event, Heartbeat) and pending and isinstance(pending[-1], Heartbeat)
             ):
                 pending.append(event)
+        if peer.is_ended:
+            self.disconnect(seat)
 
     def logs(self, num_chars: int = 3000) -> str:
         """The ends of all logs."""

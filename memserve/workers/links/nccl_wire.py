@@ -131,12 +131,11 @@ class Wire:
         Raises: PeerGoneError once the other end has closed and all frames are read; TransferError
         for what is no frame.
         """
-        if (frame := self._next()) is not None:
-            return frame
-        self._socket.flush()
-        self._socket.read()
-        if (frame := self._next()) is not None:
-            return frame
+        try:
+            if (body := self._socket.receive()) is not None:
+                return _decoder.decode(body)
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            raise TransferError(f"not a frame of an NCCL link: {error}") from error
         if self.is_ended:
             raise PeerGoneError("the peer is gone")
         return None
@@ -155,8 +154,7 @@ class Wire:
 
     def listen_for_end(self) -> None:
         """Take no interest in what else the other end says."""
-        while self._socket.read():
-            pass
+        self._socket.read_all()
         self._socket.drop_unread()
 
     def end(self) -> None:
@@ -165,13 +163,6 @@ class Wire:
 
     def close(self) -> None:
         self._socket.close()
-
-    def _next(self) -> Frame | None:
-        try:
-            body = self._socket.next_frame()
-            return None if body is None else _decoder.decode(body)
-        except (ProtocolError, msgspec.MsgspecError) as error:
-            raise TransferError(f"not a frame of an NCCL link: {error}") from error
 
 
 class Wake:
