@@ -98,10 +98,14 @@ class BlockOps(ABC):
         target_ids: Sequence[int],
         *,
         stream: torch.cuda.Stream | None = None,
+        spares_engine: bool = False,
     ) -> int:
-        """`copy_blocks` between a GPU's memory and pinned host memory, either way."""
+        """`copy_blocks` between a GPU's memory and pinned host memory, either way.
+
+        `spares_engine`: by the way that is least in the way of an engine's steps, not the fastest.
+        """
         self._require_media(source, target, is_swap=True)
-        return self._check_and_run(source, target, source_ids, target_ids, stream)
+        return self._check_and_run(source, target, source_ids, target_ids, stream, spares_engine)
 
     def _check_and_run(
         self,
@@ -110,13 +114,14 @@ class BlockOps(ABC):
         source_ids: Sequence[int],
         target_ids: Sequence[int],
         stream: torch.cuda.Stream | None,
+        spares_engine: bool = False,
     ) -> int:
         _require_same_rows(source, target)
         sources = _checked_ids(source_ids, source.num_blocks, "source")
         targets = _checked_ids(target_ids, target.num_blocks, "target")
         _require_pairs(source, target, sources, targets)
         if len(sources):
-            self._run(source, target, sources, targets, stream)
+            self._run(source, target, sources, targets, stream, spares_engine)
         return len(sources) * source.block_bytes
 
     @abstractmethod
@@ -131,6 +136,7 @@ class BlockOps(ABC):
         source_ids: Ids,
         target_ids: Ids,
         stream: torch.cuda.Stream | None,
+        spares_engine: bool,
     ) -> None:
         """Copy at least one block; all arguments are good."""
 
@@ -149,6 +155,7 @@ class TorchBlockOps(BlockOps):
         source_ids: Ids,
         target_ids: Ids,
         stream: torch.cuda.Stream | None,
+        spares_engine: bool,
     ) -> None:
         pairs = list(zip(source_ids, target_ids, strict=True))
         with torch.cuda.stream(stream):
@@ -174,10 +181,10 @@ MAX_SMS = 12
 SWAP_SMS = 4
 """That many fill the host link."""
 ENGINE_RUN_BYTES = 1 << 20
-"""Copy engines pay for each contiguous run; from this size on they are the faster way to DRAM, and
-the one that leaves the engine alone: a kernel that writes to host memory holds up the end of every
-other kernel. The way back is a kernel's: on a copy engine the small copies of the engine's next
-step would wait behind it. `bench/swap_vs_tpot.py` shows both."""
+"""Copy engines pay for each contiguous run; from this size on they are the faster way from and to
+DRAM. Outwards they also spare the engine: a kernel that writes to host memory holds up the end of
+every other kernel. Inwards a kernel does: on a copy engine the small copies of the engine's next
+step would wait behind these. `bench/swap_vs_tpot.py` shows both."""
 
 
 class CudaBlockOps(BlockOps):
@@ -222,6 +229,7 @@ class CudaBlockOps(BlockOps):
         source_ids: Ids,
         target_ids: Ids,
         stream: torch.cuda.Stream | None,
+        spares_engine: bool,
     ) -> None:
         is_swap = source.memory.is_cuda != target.memory.is_cuda
         gpu = source.memory.device if source.memory.is_cuda else target.memory.device
@@ -239,15 +247,18 @@ class CudaBlockOps(BlockOps):
             num_blocks=len(source_ids),
             counter=self._counter(stream),
         )
-        method = self._swap_method_for(source, target) if is_swap else self._method
+        method = self._method
+        if is_swap:
+            method = self._swap_method_for(source, target, spares_engine)
         max_sms = self._swap_sms if is_swap else self._max_sms
         self._library.copy_blocks(copy, method, max_sms, gpu.index, stream.cuda_stream)
 
-    def _swap_method_for(self, source: BlockView, target: BlockView) -> Method:
+    def _swap_method_for(self, source: BlockView, target: BlockView, spares_engine: bool) -> Method:
         if self._swap_method is not Method.AUTO:
             return self._swap_method
         is_long = min(source.run_bytes, target.run_bytes) >= ENGINE_RUN_BYTES
-        return Method.BATCH if is_long and source.memory.is_cuda else Method.AUTO
+        is_inwards = target.memory.is_cuda
+        return Method.AUTO if not is_long or (is_inwards and spares_engine) else Method.BATCH
 
     def _counter(self, stream: torch.cuda.Stream) -> int | None:
         """The address of the stream's counter: its kernels follow each other and can share one."""

@@ -89,6 +89,7 @@ class FakeOps(BlockOps):
         source_ids: Ids,
         target_ids: Ids,
         stream: torch.cuda.Stream | None,
+        spares_engine: bool,
     ) -> None:
         assert isinstance(stream, FakeStream)
         number, self._num_calls = self._num_calls, self._num_calls + 1
