@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from memserve.errors import TransferError
@@ -51,6 +52,19 @@ class Counts(NamedTuple):
     """Of those: sent, or in the receiver's blocks."""
 
 
+class PipeSpec(msgspec.Struct, frozen=True):
+    """What one end of a direction moves, and how."""
+
+    view: BlockView
+    """This rank's blocks."""
+    is_sender: bool
+    slot_blocks: int
+    """A chunk has no more."""
+    pieces: Pieces
+    max_ahead: int
+    """Launches that may be under way."""
+
+
 class CudaPipe:
     """One end of one direction. One thread makes all calls, on its GPU."""
 
@@ -59,23 +73,16 @@ class CudaPipe:
         library: BlockCopyLibrary,
         device: torch.device,
         communicator: NcclCommunicator,
-        view: BlockView,
-        *,
-        slot_blocks: int,
-        pieces: Pieces,
-        max_ahead: int,
-        is_sender: bool,
+        spec: PipeSpec,
     ) -> None:
-        """A chunk has `slot_blocks` blocks at most; `max_ahead` launches may be under way.
-
-        Raises: TransferError (no room for the staging memory; pieces that do not lie in one run).
-        """
+        """Raises: TransferError (no room for staging memory; pieces that do not lie in one run)."""
+        view = spec.view
         rows = view.rows
-        _require_runs(view, pieces)
+        _require_runs(view, spec.pieces)
         self._library = library
         self._communicator = communicator
-        count = NUM_SLOTS if pieces is Pieces.STAGED else 0
-        self._slots = [_staging(slot_blocks * view.block_bytes, device) for _ in range(count)]
+        count = NUM_SLOTS if spec.pieces is Pieces.STAGED else 0
+        self._slots = [_staging(spec.slot_blocks * view.block_bytes, device) for _ in range(count)]
         self._config = PipeConfig(
             nccl=communicator.addresses,
             communicator=communicator.handle,
@@ -89,12 +96,12 @@ class CudaPipe:
             num_rows=rows.count,
             num_layers=view.num_layers,
             slots=tuple(slot.data_ptr() for slot in self._slots),
-            slot_blocks=slot_blocks,
+            slot_blocks=spec.slot_blocks,
             peer=communicator.peer,
-            is_sender=is_sender,
-            pieces=pieces,
+            is_sender=spec.is_sender,
+            pieces=spec.pieces,
             max_sms=COPY_SMS,
-            max_ahead=max_ahead,
+            max_ahead=spec.max_ahead,
             device=device.index or 0,
         )
         self._pipe = library.open_pipe(self._config)

@@ -13,7 +13,7 @@ import torch
 from memserve.errors import TransferError
 from memserve.ops.blocks import library_for
 from memserve.ops.nccl import NcclCommunicator, NcclFabric
-from memserve.ops.nccl_pipe import CudaPipe, Pieces
+from memserve.ops.nccl_pipe import CudaPipe, Pieces, PipeSpec
 from memserve.ops.views import BlockView, PageOrder, head_rows
 from memserve.types import Geometry
 from tests.contract.link_rig import buffer_bytes, geometry
@@ -50,16 +50,15 @@ class Pair:
         pipes = []
         for rank, view in enumerate(views):
             torch.cuda.set_device(self.devices[rank])
-            pipe = CudaPipe(
-                library_for(self.devices[rank]),
-                self.devices[rank],
-                self.communicators[rank],
+            spec = PipeSpec(
                 view,
+                is_sender=rank == 0,
                 slot_blocks=options.get("slot_blocks", 3),
                 pieces=Pieces(options.get("pieces", Pieces.STAGED)),
                 max_ahead=options.get("max_ahead", 4),
-                is_sender=rank == 0,
             )
+            device = self.devices[rank]
+            pipe = CudaPipe(library_for(device), device, self.communicators[rank], spec)
             self._stack.callback(pipe.close)
             pipes.append(pipe)
         return pipes

@@ -19,8 +19,7 @@ import torch
 from memserve.errors import TransferError
 from memserve.ops.blocks import TorchBlockOps
 from memserve.ops.nccl import ID_BYTES, Communicator
-from memserve.ops.nccl_pipe import Counts, Pieces
-from memserve.ops.views import BlockView
+from memserve.ops.nccl_pipe import Counts, Pieces, PipeSpec
 
 _PAUSE_S = 50e-6
 """Between two looks at what has not come."""
@@ -42,41 +41,19 @@ class FakeGpu:
     def enter(self) -> None:
         pass
 
-    def pipe(
-        self,
-        communicator: Communicator,
-        view: BlockView,
-        *,
-        slot_blocks: int,
-        pieces: Pieces,
-        max_ahead: int,
-        is_sender: bool,
-    ) -> FakePipe:
+    def pipe(self, communicator: Communicator, spec: PipeSpec) -> FakePipe:
         assert isinstance(communicator, FakeCommunicator)
-        return FakePipe(self, communicator, view, slot_blocks, pieces, max_ahead, is_sender)
+        return FakePipe(self, communicator, spec)
 
 
 class FakePipe:
     """See `nccl_pipe.Pipe`: every piece is staged, and its bytes cross the communicator's socket,
     as far as that goes in each call of `run`."""
 
-    def __init__(
-        self,
-        gpu: FakeGpu,
-        communicator: FakeCommunicator,
-        view: BlockView,
-        slot_blocks: int,
-        pieces: Pieces,
-        max_ahead: int,
-        is_sender: bool,
-    ) -> None:
+    def __init__(self, gpu: FakeGpu, communicator: FakeCommunicator, spec: PipeSpec) -> None:
         self._gpu = gpu
         self._communicator = communicator
-        self._view = view
-        self._slot_blocks = slot_blocks
-        self._pieces = pieces
-        self._max_ahead = max_ahead
-        self._is_sender = is_sender
+        self._spec = spec
         self._ops = TorchBlockOps()
         self._waiting: deque[list[int]] = deque()
         self._launched: deque[_Piece] = deque()
@@ -87,10 +64,12 @@ class FakePipe:
     def put(self, block_ids: array[int], sizes: Sequence[int]) -> int:
         ids = block_ids.tolist()
         for size in sizes:
-            if not 1 <= size <= self._slot_blocks:
-                raise TransferError(f"a chunk of {size} blocks; a slot has {self._slot_blocks}")
+            if not 1 <= size <= self._spec.slot_blocks:
+                raise TransferError(
+                    f"a chunk of {size} blocks; a slot has {self._spec.slot_blocks}"
+                )
             part, ids = ids[:size], ids[size:]
-            is_apart = self._pieces is Pieces.PAGES
+            is_apart = self._spec.pieces is Pieces.PAGES
             self._waiting += [[block] for block in part] if is_apart else [part]
         self._num_put = self._counts.launched + len(self._waiting)
         return self._num_put
@@ -100,7 +79,7 @@ class FakePipe:
             return self._counts
         has_moved = True
         while has_moved:
-            while self._waiting and len(self._launched) < self._max_ahead:
+            while self._waiting and len(self._launched) < self._spec.max_ahead:
                 self._launch(self._waiting.popleft())
             has_moved = bool(self._launched) and self._launched[0].move() and not self._gpu.is_stuck
             if has_moved:
@@ -117,16 +96,16 @@ class FakePipe:
 
     def _launch(self, ids: list[int]) -> None:
         # A GPU does not zero its staging memory either.
-        staging = torch.full((len(ids) * self._view.block_bytes,), 0xA5, dtype=torch.uint8)
-        if self._is_sender:
-            self._ops.gather_blocks(self._view, ids, staging)
-        self._launched.append(_Piece(self._communicator, ids, staging, self._is_sender))
+        staging = torch.full((len(ids) * self._spec.view.block_bytes,), 0xA5, dtype=torch.uint8)
+        if self._spec.is_sender:
+            self._ops.gather_blocks(self._spec.view, ids, staging)
+        self._launched.append(_Piece(self._communicator, ids, staging, self._spec.is_sender))
         self._counts = self._counts._replace(launched=self._counts.launched + 1)
         self._gpu.num_launched += 1
 
     def _finish(self, piece: _Piece) -> None:
-        if not self._is_sender:
-            self._ops.scatter_blocks(piece.staging, self._view, piece.ids)
+        if not self._spec.is_sender:
+            self._ops.scatter_blocks(piece.staging, self._spec.view, piece.ids)
         self._counts = self._counts._replace(finished=self._counts.finished + 1)
         self._gpu.num_finished += 1
 

@@ -14,8 +14,7 @@ import torch
 
 from memserve.ops.build import BlockCopyLibrary
 from memserve.ops.nccl import Communicator, NcclCommunicator
-from memserve.ops.nccl_pipe import Counts, CudaPipe, Pieces
-from memserve.ops.views import BlockView
+from memserve.ops.nccl_pipe import Counts, CudaPipe, PipeSpec
 
 CHUNK_BYTES = 384 << 20
 """At most. Few launches: each costs the host 150 µs, and the way 20. `bench/fig11_transfer.py
@@ -58,16 +57,7 @@ class Gpu(Protocol):
         """Make it the calling thread's."""
         ...
 
-    def pipe(
-        self,
-        communicator: Communicator,
-        view: BlockView,
-        *,
-        slot_blocks: int,
-        pieces: Pieces,
-        max_ahead: int,
-        is_sender: bool,
-    ) -> Pipe:
+    def pipe(self, communicator: Communicator, spec: PipeSpec) -> Pipe:
         """See `CudaPipe`. Raises: TransferError."""
         ...
 
@@ -82,27 +72,9 @@ class CudaGpu:
     def enter(self) -> None:
         torch.cuda.set_device(self._device)
 
-    def pipe(
-        self,
-        communicator: Communicator,
-        view: BlockView,
-        *,
-        slot_blocks: int,
-        pieces: Pieces,
-        max_ahead: int,
-        is_sender: bool,
-    ) -> CudaPipe:
+    def pipe(self, communicator: Communicator, spec: PipeSpec) -> CudaPipe:
         assert isinstance(communicator, NcclCommunicator)
-        return CudaPipe(
-            self._library,
-            self._device,
-            communicator,
-            view,
-            slot_blocks=slot_blocks,
-            pieces=pieces,
-            max_ahead=max_ahead,
-            is_sender=is_sender,
-        )
+        return CudaPipe(self._library, self._device, communicator, spec)
 
 
 def gpu_identity(device: torch.device) -> str:

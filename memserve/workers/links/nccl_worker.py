@@ -21,7 +21,7 @@ import msgspec
 
 from memserve.errors import TransferError
 from memserve.ops.nccl import Communicator, Fabric
-from memserve.ops.nccl_pipe import Counts, Pieces
+from memserve.ops.nccl_pipe import Counts, Pieces, PipeSpec
 from memserve.ops.views import BlockView
 from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES, Gpu, Pipe
 from memserve.workers.links.nccl_wire import Schedule, Wake, Wire
@@ -148,14 +148,9 @@ class LinkThread(ABC):
     ) -> Pipe:
         """Raises: TransferError."""
         self._counts = Counts(0, 0)
-        return self._machinery.gpu.pipe(
-            communicator,
-            view,
-            slot_blocks=schedule.chunk_blocks,
-            pieces=pieces,
-            max_ahead=self._settings.chunks_ahead,
-            is_sender=is_sender,
-        )
+        max_ahead = self._settings.chunks_ahead
+        spec = PipeSpec(view, is_sender, schedule.chunk_blocks, pieces, max_ahead)
+        return self._machinery.gpu.pipe(communicator, spec)
 
     def _queue(self, pipe: Pipe, ids: array[int], schedule: Schedule) -> int:
         """All chunks of a transfer; returns how many launches have finished when it is through.
