@@ -242,8 +242,10 @@ class Transfers:
     def relax(self) -> int:
         """Drop all pins on arrivals, when the engine starves; returns how many blocks that were.
 
-        The KV stays indexed; a request whose KV is evicted before it is scheduled computes it.
+        The KV stays indexed; a request whose KV is evicted before it is scheduled computes it. Who
+        waits for room gets none until `reserve_waiting`.
         """
+        self._waiting.hold_back()
         return sum(self._mempool.unpin(arrival_owner(r)) for r in self._arrivals)
 
     def forget(self, request_id: RequestId) -> None:
@@ -289,11 +291,15 @@ class Transfers:
         self.sender.drop_source(request_id)
 
     def poll(self) -> None:
-        """Let the links go on, and reserve for those that wait, if there is room.
-
-        Emits Sent and TransmitFailed for what has ended, and Allocated.
-        """
+        """Let the links go on. Emits Sent and TransmitFailed for what has ended."""
         self.sender.poll()
+
+    def reserve_waiting(self) -> None:
+        """Reserve for those that wait, as far as there is room now. Emits Allocated.
+
+        To be called once a step, for it matches the first one's whole prompt; not while the engine
+        starves.
+        """
         self._waiting.serve()
 
     @property
