@@ -29,6 +29,8 @@ from memserve.types import Geometry, Heads, InstanceId, TransferId
 from memserve.workers.links import nccl
 from memserve.workers.links.base import Rank, RankPeer
 from memserve.workers.links.nccl import NcclEndpoint, NcclLink
+from memserve.workers.links.nccl_fake import FakePipe
+from memserve.workers.links.nccl_sender import Job
 from memserve.workers.links.nccl_wire import (
     Announce,
     Done,
@@ -295,6 +297,28 @@ def test_a_failure_at_the_receiver_is_told_by_name(make_end: EndMaker) -> None:
     d.fake.error = None
 
 
+@pytest.mark.parametrize("where", ["P0", "D0"])
+def test_a_transfer_ends_though_the_pipe_cannot_be_ended_well(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """CUDA has failed for good: nothing runs there any more, but the other end must hear of it."""
+    p, d = make_end("P0", seed=1), make_end("D0")
+    link = p.endpoint.open(d.peer())
+    end = p if where == "P0" else d
+    close = FakePipe.close
+
+    def fail(pipe: FakePipe) -> None:
+        close(pipe)
+        if pipe._gpu is end.gpu:
+            raise TransferError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(FakePipe, "close", fail)
+    end.fake.error = "unhandled cuda error"
+    link.send(T1, ids(1), ids(2))
+    assert completions(link, 1)[0].error is not None
+    end.fake.error = None
+
+
 def test_a_transfer_that_does_not_move_is_given_up(make_end: EndMaker) -> None:
     clock = FakeClock()
     p, d = make_end("P0", seed=1, clock=clock), make_end("D0", clock=clock)
@@ -320,6 +344,31 @@ def test_a_transfer_that_moves_slowly_is_not_given_up(make_end: EndMaker) -> Non
     (done,) = completions(link, 1)
     assert done.error is None
     assert 2.0 * len(everything) > 2 * SETTINGS.stall_s
+
+
+def test_a_way_that_has_rested_for_long_is_not_given_up(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the thread looks at it between a transfer's announcement and its launch."""
+    clock = FakeClock()
+    p, d = make_end("P0", seed=1, clock=clock), make_end("D0")
+    link = p.endpoint.open(d.peer())
+    next_job = link._sender._next_job
+    announced = threading.Event()
+
+    def announce_behind_the_look() -> Job | None:
+        job = next_job()
+        if not announced.is_set():
+            announced.set()
+            link.send(T1, ids(1), ids(2))
+        return job
+
+    monkeypatch.setattr(link._sender, "_next_job", announce_behind_the_look)
+    clock.now_s += 10 * SETTINGS.stall_s
+    link._sender._wake.set()
+    assert announced.wait(DEADLINE_S)
+    assert completions(link, 1)[0].error is None
+    assert p.fake.num_joined == 1
 
 
 def _advance(clock: FakeClock) -> None:
