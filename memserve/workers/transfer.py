@@ -141,16 +141,13 @@ class Transfers:
         If all went to the prompts of others, the engine would put running requests back, and their
         KV would be evicted, and computed again. Who is alone may have everything.
         """
-        growth = self._growth_of(command)
+        # Of what it generates, who runs has half before it, on average.
+        growth = 1 + command.expected_tokens // (2 * self._mempool.block_size)
         spare_blocks = self.promised_blocks + growth if self._growth else 0
         problem = self._reserve(command, path, spare_blocks)
         if problem is None:
             self._growth[command.request_id] = growth
         return problem
-
-    def _growth_of(self, command: Allocate) -> int:
-        """Blocks: of what it generates, those that run have half before them, on average."""
-        return 1 + command.expected_tokens // (2 * self._mempool.block_size)
 
     def _reserve(self, command: Allocate, path: Path, spare_blocks: int = 0) -> str | None:
         """Take the blocks, if so many are left then. Emits Allocated, or returns why not."""
@@ -218,7 +215,7 @@ class Transfers:
     def expire(self) -> None:
         """Quarantine the reservations whose deadline has passed. Emits Expired for each.
 
-        Who waited for room for so long gets none. Emits Refused for each.
+        Who waited too long for room gets none. Emits Refused for each.
         """
         due = set(self._mempool.expired())
         for command in self._waiting.take_overdue():
@@ -242,8 +239,7 @@ class Transfers:
     def relax(self) -> int:
         """Drop all pins on arrivals, when the engine starves; returns how many blocks that were.
 
-        The KV stays indexed; a request whose KV is evicted before it is scheduled computes it. Who
-        waits for room gets none until `reserve_waiting`.
+        Their KV stays indexed while it can. Who waits for room gets none until `reserve_waiting`.
         """
         self._waiting.hold_back()
         return sum(self._mempool.unpin(arrival_owner(r)) for r in self._arrivals)
@@ -295,10 +291,9 @@ class Transfers:
         self.sender.poll()
 
     def reserve_waiting(self) -> None:
-        """Reserve for those that wait, as far as there is room now. Emits Allocated.
+        """Reserve for those that wait, as far as there is room. Emits Allocated.
 
-        To be called once a step, for it matches the first one's whole prompt; not while the engine
-        starves.
+        Once a step, for it matches a whole prompt; not while the engine starves.
         """
         self._waiting.serve()
 
