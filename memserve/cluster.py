@@ -231,8 +231,10 @@ class ClusterManager:
     def on_event(
         self, seat: Seat, event: Ready | StartFailed | Heartbeat | LinkReady | Audited
     ) -> None:
-        """A worker's word about itself."""
+        """A worker's word about itself. An audit says nothing of the step that it may be in."""
         instance = self._instances[seat.instance]
+        if not isinstance(event, Audited):
+            instance.last_seen = self._clock()
         match event:
             case Ready():
                 self._on_ready(instance, event)
@@ -247,12 +249,11 @@ class ClusterManager:
                 self._audits.answered(event)
 
     def is_current(self, seat: Seat) -> bool:
-        """Whether this life of the instance is the present one; notes that it gave a sign."""
+        """Whether this life of the instance is the present one."""
         instance = self._instances.get(seat.instance)
-        if instance is None or instance.epoch != seat.epoch or instance.process is None:
+        if instance is None or instance.epoch != seat.epoch:
             return False
-        instance.last_seen = self._clock()
-        return True
+        return instance.process is not None
 
     def _on_ready(self, instance: _Instance, event: Ready) -> None:
         if event.protocol != PROTOCOL_VERSION:

@@ -207,8 +207,7 @@ class GlobalScheduler:
     def on_event(
         self, seat: Seat, event: WorkerEvent | Tokens | CacheChanged | CacheSnapshot
     ) -> None:
-        """One event of a living instance."""
-        self._members.heard(seat.instance, self._clock())
+        """One event of a living instance, but no sign that it serves (`core/hearing.py`)."""
         if isinstance(event, Tokens):  # by far the most
             self._on_tokens(event)
         elif isinstance(event, CacheChanged | CacheSnapshot):
@@ -224,7 +223,7 @@ class GlobalScheduler:
         self._admit()
 
     def on_stats(self, seat: Seat, stats: PoolStats) -> None:
-        """What a living instance says of its pool."""
+        """A heartbeat: what a living instance says of its pool."""
         self._members.heard(seat.instance, self._clock())
         if self._limits is not None and seat in self._members:
             block_size = self._limits.block_size

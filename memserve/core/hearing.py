@@ -1,9 +1,10 @@
 """Who has been heard of lately: an instance that gives no sign may hang.
 
-Every event is a sign, and between two steps an instance gives one at every heartbeat. So one that
-is silent for longer than that, and than the step that it may be in, is given nothing more to do,
-and who waits for it goes on elsewhere: long before the cluster manager takes it for dead
-(`cluster.heartbeat_timeout_s`), and at no risk, for with its next sign it is back.
+A sign is a heartbeat, which an instance gives between two steps alone; it also answers inside a
+step, and one in which the device hangs (docs/adr/0028). So one that is silent for longer than
+that, and than the step that it may be in, is given nothing more to do, and who waits for it goes on
+elsewhere: long before the cluster manager takes it for dead (`cluster.heartbeat_timeout_s`), and at
+no risk, for with its next sign it is back.
 
 Silence counts only while somebody listens: after a pause of the listener's own nobody is blamed.
 Collaborators: `accounting.Members` passes signs on, and takes the silent ones off its lists.

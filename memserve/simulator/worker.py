@@ -144,6 +144,7 @@ class SimulatedWorker:
         while self._inbox:
             self._serve(self._inbox.popleft())
         self.transfers.poll()
+        self.transfers.reserve_waiting()
         self.transfers.expire()
         if self._step is None:
             self._begin_step()

@@ -129,7 +129,11 @@ class EngineLoop:
             began = self._clock()
             self._serve_all()
             self._early.between_steps()
-            self._move_kv(Pace.BETWEEN_STEPS if self._engine.is_busy else Pace.FREE)
+            self._is_starved &= self._engine.is_busy
+            if not self._is_starved:
+                self._transfers.reserve_waiting()
+            rests = self._is_starved or not self._engine.is_busy
+            self._move_kv(Pace.FREE if rests else Pace.BETWEEN_STEPS)
             was_busy = self._engine.is_busy
             if was_busy:
                 self._step()

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from memserve.ops.blocks import BlockOps
 
 
+_REST_S = 0.02
+"""Without a step: the engine rests. Between two steps it does not, though the device does."""
+
+
 class RankDram:
     """Empty until the driver orders it to be opened."""
 
@@ -67,6 +71,8 @@ class RankDram:
         self._num_steps = 0
         self._step: torch.cuda.Event | None = None
         """On a GPU: when all steps so far will have ended."""
+        self._computed_at = -_REST_S
+        """When a step was queued last, or seen under way."""
 
     # ── the main thread ───────────────────────────────────────────────────────────────────────
 
@@ -84,7 +90,7 @@ class RankDram:
         if self._hbm.is_cuda:
             step = torch.cuda.Event()
             step.record()
-            self._step = step
+            self._step, self._computed_at = step, self._clock()
         self._num_steps = orders.number  # last: the other thread looks at it first
 
     # ── the agent's thread ────────────────────────────────────────────────────────────────────
@@ -109,9 +115,11 @@ class RankDram:
         return reports
 
     def _pace(self) -> Pace:
-        """Whether a step is under way; when it ends, this thread does not know."""
-        step = self._step
-        return Pace.FREE if step is None or step.query() else Pace.INSIDE_STEP
+        """A step may begin at any moment, until none has come for a while."""
+        if self._step is not None and not self._step.query():
+            self._computed_at = self._clock()
+        rests = self._clock() >= self._computed_at + _REST_S
+        return Pace.FREE if rests else Pace.INSIDE_STEP
 
     @property
     def is_active(self) -> bool:

@@ -5,7 +5,8 @@
                          └─ Cancel ─▶ gone
 
 Who waits holds nothing here. What it waits with lies at the sender, pinned, so a decode instance
-whose memory is full slows its prefill instances down, and computes nothing twice.
+whose memory is full slows its prefill instances down, and computes nothing twice. While the engine
+itself starves for blocks nobody gets any: what is freed would never be enough for it.
 
 Collaborator: `transfer.py`, which reserves and refuses.
 """
@@ -36,6 +37,7 @@ class RoomQueue:
         self._reserve = reserve
         self._waiting: dict[TransferId, _Waiting] = {}
         """In the order in which they came."""
+        self._is_held_back = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -44,13 +46,19 @@ class RoomQueue:
         return transfer_id in self._waiting
 
     def add(self, command: Allocate, path: Path) -> None:
-        """The end of the queue; those that have room are served at once."""
+        """The end of the queue; those that have room are served at once, unless held back."""
         self._waiting[command.transfer_id] = _Waiting(command, path)
         self._mempool.renew(_owner(command.transfer_id), command.patience_s)
-        self.serve()
+        if not self._is_held_back:
+            self.serve()
+
+    def hold_back(self) -> None:
+        """Until the next `serve`, all wait."""
+        self._is_held_back = True
 
     def serve(self) -> None:
         """Reserve for the first ones, as far as there is room."""
+        self._is_held_back = False
         while self._waiting:
             first = next(iter(self._waiting.values()))
             if self._reserve(first.command, first.path) is not None:

@@ -141,16 +141,13 @@ class Transfers:
         If all went to the prompts of others, the engine would put running requests back, and their
         KV would be evicted, and computed again. Who is alone may have everything.
         """
-        growth = self._growth_of(command)
+        # Of what it generates, who runs has half before it, on average.
+        growth = 1 + command.expected_tokens // (2 * self._mempool.block_size)
         spare_blocks = self.promised_blocks + growth if self._growth else 0
         problem = self._reserve(command, path, spare_blocks)
         if problem is None:
             self._growth[command.request_id] = growth
         return problem
-
-    def _growth_of(self, command: Allocate) -> int:
-        """Blocks: of what it generates, those that run have half before them, on average."""
-        return 1 + command.expected_tokens // (2 * self._mempool.block_size)
 
     def _reserve(self, command: Allocate, path: Path, spare_blocks: int = 0) -> str | None:
         """Take the blocks, if so many are left then. Emits Allocated, or returns why not."""
@@ -218,7 +215,7 @@ class Transfers:
     def expire(self) -> None:
         """Quarantine the reservations whose deadline has passed. Emits Expired for each.
 
-        Who waited for room for so long gets none. Emits Refused for each.
+        Who waited too long for room gets none. Emits Refused for each.
         """
         due = set(self._mempool.expired())
         for command in self._waiting.take_overdue():
@@ -242,8 +239,9 @@ class Transfers:
     def relax(self) -> int:
         """Drop all pins on arrivals, when the engine starves; returns how many blocks that were.
 
-        The KV stays indexed; a request whose KV is evicted before it is scheduled computes it.
+        Their KV stays indexed while it can. Who waits for room gets none until `reserve_waiting`.
         """
+        self._waiting.hold_back()
         return sum(self._mempool.unpin(arrival_owner(r)) for r in self._arrivals)
 
     def forget(self, request_id: RequestId) -> None:
@@ -289,11 +287,14 @@ class Transfers:
         self.sender.drop_source(request_id)
 
     def poll(self) -> None:
-        """Let the links go on, and reserve for those that wait, if there is room.
-
-        Emits Sent and TransmitFailed for what has ended, and Allocated.
-        """
+        """Let the links go on. Emits Sent and TransmitFailed for what has ended."""
         self.sender.poll()
+
+    def reserve_waiting(self) -> None:
+        """Reserve for those that wait, as far as there is room. Emits Allocated.
+
+        Once a step, for it matches a whole prompt; not while the engine starves.
+        """
         self._waiting.serve()
 
     @property

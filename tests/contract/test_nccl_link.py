@@ -29,6 +29,8 @@ from memserve.types import Geometry, Heads, InstanceId, TransferId
 from memserve.workers.links import nccl
 from memserve.workers.links.base import Rank, RankPeer
 from memserve.workers.links.nccl import NcclEndpoint, NcclLink
+from memserve.workers.links.nccl_fake import FakePipe
+from memserve.workers.links.nccl_sender import Job
 from memserve.workers.links.nccl_wire import (
     Announce,
     Done,
@@ -295,6 +297,28 @@ def test_a_failure_at_the_receiver_is_told_by_name(make_end: EndMaker) -> None:
     d.fake.error = None
 
 
+@pytest.mark.parametrize("where", ["P0", "D0"])
+def test_a_transfer_ends_though_the_pipe_cannot_be_ended_well(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """CUDA has failed for good: nothing runs there any more, but the other end must hear of it."""
+    p, d = make_end("P0", seed=1), make_end("D0")
+    link = p.endpoint.open(d.peer())
+    end = p if where == "P0" else d
+    close = FakePipe.close
+
+    def fail(pipe: FakePipe) -> None:
+        close(pipe)
+        if pipe._gpu is end.gpu:
+            raise TransferError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(FakePipe, "close", fail)
+    end.fake.error = "unhandled cuda error"
+    link.send(T1, ids(1), ids(2))
+    assert completions(link, 1)[0].error is not None
+    end.fake.error = None
+
+
 def test_a_transfer_that_does_not_move_is_given_up(make_end: EndMaker) -> None:
     clock = FakeClock()
     p, d = make_end("P0", seed=1, clock=clock), make_end("D0", clock=clock)
@@ -320,6 +344,92 @@ def test_a_transfer_that_moves_slowly_is_not_given_up(make_end: EndMaker) -> Non
     (done,) = completions(link, 1)
     assert done.error is None
     assert 2.0 * len(everything) > 2 * SETTINGS.stall_s
+
+
+def test_a_way_that_has_rested_for_long_is_not_given_up(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the thread looks at it between a transfer's announcement and its launch."""
+    clock = FakeClock()
+    p, d = make_end("P0", seed=1, clock=clock), make_end("D0")
+    link = p.endpoint.open(d.peer())
+    next_job = link._sender._next_job
+    announced = threading.Event()
+
+    def announce_behind_the_look() -> Job | None:
+        job = next_job()
+        if not announced.is_set():
+            announced.set()
+            link.send(T1, ids(1), ids(2))
+        return job
+
+    monkeypatch.setattr(link._sender, "_next_job", announce_behind_the_look)
+    clock.now_s += 10 * SETTINGS.stall_s
+    link._sender._wake.set()
+    assert announced.wait(DEADLINE_S)
+    assert completions(link, 1)[0].error is None
+    assert p.fake.num_joined == 1
+
+
+class _Gate:
+    """Holds a link's thread up before it looks for its next job, and sees which it gets."""
+
+    def __init__(self, link: NcclLink, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._next_job = link._sender._next_job
+        self._is_open = threading.Event()
+        self.found: Callable[[Job | None], None] = lambda job: None
+        self.breaks = False
+        monkeypatch.setattr(link._sender, "_next_job", self._look)
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def _look(self) -> Job | None:
+        assert self._is_open.wait(DEADLINE_S)
+        if self.breaks:
+            raise TransferError("the way is broken")
+        job = self._next_job()
+        self.found(job)
+        return job
+
+
+def test_a_transfer_is_announced_at_once_if_none_is_before_it(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer gets ready while the thread wakes up. In the order of the launches, always."""
+    p, d = make_end("P0", seed=1), make_end("D0")
+    link = p.endpoint.open(d.peer())
+    until(lambda: link._sender._is_free, "the thread should rest")
+    gate = _Gate(link, monkeypatch)
+    link.send(T1, ids(1), ids(4))
+    link.send(T2, ids(2), ids(5))
+    assert [link._jobs[id].is_announced for id in (T1, T2)] == [True, False]
+
+    def send_between_taking_and_launching(job: Job | None) -> None:
+        if job is not None and job.transfer_id == T2:
+            link.send(T3, ids(3), ids(6))
+
+    gate.found = send_between_taking_and_launching
+    gate.open()
+    assert [c.error for c in completions(link, 3)] == [None] * 3
+    assert blocks(d, 4, 5, 6) == blocks(p, 1, 2, 3)
+
+
+def test_what_was_announced_and_not_launched_fails_once(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = make_end("P0", seed=1), make_end("D0")
+    link = p.endpoint.open(d.peer())
+    until(lambda: link._sender._is_free, "the thread should rest")
+    gate = _Gate(link, monkeypatch)
+    link.send(T1, ids(1), ids(4))
+    gate.breaks = True
+    gate.open()
+    (done,) = completions(link, 1)
+    assert done.error == "the way is broken"
+    gate.breaks = False
+    link.send(T2, ids(2), ids(5))
+    assert [c.error for c in completions(link, 1)] == [None]
 
 
 def _advance(clock: FakeClock) -> None:

@@ -10,14 +10,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from multiprocessing import Pipe
+from typing import cast
 
 import pytest
+import torch
 
 from memserve.errors import OutOfBlocksError, RankLostError, StartError, TransferError
+from memserve.ops.blocks import TorchBlockOps
 from memserve.types import BlockId, SlotId
-from memserve.workers.copies import CopyEnd
+from memserve.workers.copies import CopyEnd, Pace
 from memserve.workers.dram import DramTier
 from memserve.workers.rank_copies import RankedCopies
+from memserve.workers.rank_dram import RankDram
 from memserve.workers.rank_group import RankGroup
 from memserve.workers.rank_messages import (
     CancelCopy,
@@ -364,3 +368,27 @@ def test_memory_that_cannot_be_had_is_refused(
         RankedCopies(group, rank_geometry(0, 1), size_bytes)
     group.close()
     theirs.close()
+
+
+class Step:
+    """In place of a CUDA event behind a step."""
+
+    has_ended = False
+
+    def query(self) -> bool:
+        return self.has_ended
+
+
+def test_a_rank_s_engine_does_not_rest_between_two_steps() -> None:
+    clock = FakeClock()
+    dram = RankDram(rank_geometry(0, 1), torch.empty(0), TorchBlockOps, clock=clock)
+    assert dram._pace() is Pace.FREE
+    step = Step()
+    dram._step = cast(torch.cuda.Event, step)
+    clock.now_s = 1.0
+    assert dram._pace() is Pace.INSIDE_STEP
+    step.has_ended = True
+    clock.now_s += 0.005
+    assert dram._pace() is Pace.INSIDE_STEP, "the next one may come at any moment"
+    clock.now_s += 1.0
+    assert dram._pace() is Pace.FREE

@@ -227,3 +227,14 @@ def test_a_prefill_that_never_reported_its_start_is_decoded_cold() -> None:
         "P0 Abort",
         "D0 Decode 0+11 (1 generated) hold",
     ]
+
+
+def test_who_waits_for_room_at_d_does_not_wait_for_a_silent_p() -> None:
+    story = Story()
+    story.place("P0", "D0")
+    story.started("P0")
+    story.output("P0", 1, "length")
+    assert story.silent("P0") == []
+    assert story.allocated("D0", "forward", 0, 2) == ["P0 Transmit forward [0:2]"]
+    assert story.silent("P0") == ["P0 Abort", "D0 Decode 10+1 (1 generated) hold"]
+    assert story.transmit_failed("P0", "forward") == ["D0 Cancel forward"]

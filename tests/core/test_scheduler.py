@@ -11,8 +11,8 @@ from memserve.core.policy import Fetching, Split
 from memserve.core.timeline import Detail
 from memserve.core.vocabulary import Seat
 from memserve.errors import OverloadedError, UnavailableError
-from memserve.messages import Allocate, CacheChanged, SendSnapshot, Transmit
-from memserve.types import InstanceId, RequestId, Role
+from memserve.messages import Allocate, CacheChanged, Decode, Refused, SendSnapshot, Transmit
+from memserve.types import InstanceId, RequestId, Role, TransferId
 from tests.core.scheduler_rig import PROMPT_S, SHAPE, Rig
 
 PAIR = {"P0": Role.PREFILL, "D0": Role.DECODE}
@@ -369,6 +369,8 @@ def wake(rig: Rig, name: str) -> None:
     """It goes on, and finds what it was told meanwhile."""
     rig.hanging.discard(InstanceId(name))
     rig.run()
+    rig.wait(0.5)
+    rig.run()
 
 
 def test_who_waits_for_a_silent_instance_goes_on_elsewhere() -> None:
@@ -395,6 +397,24 @@ def test_who_waits_for_a_silent_instance_goes_on_elsewhere() -> None:
         rig.submit(name)
     assert {rig.instance_of("one"), rig.instance_of("another")} == {"P0", "P1"}
     rig.run()
+    rig.check_quiet()
+
+
+def test_who_answers_from_inside_a_step_may_hang_in_it() -> None:
+    """Its device stands still; its host reserves blocks as before."""
+    rig = rig_of(PAIR | {"D1": Role.DECODE})
+    rig.submit("sits on it")
+    while not (at := [seat for seat, command in rig.sent if isinstance(command, Decode)]):
+        rig.candidates()[0]()
+    [(stuck, epoch)] = [(seat.instance, seat.epoch) for seat in at]
+    hang(rig, stuck)
+    others = Refused(instance=stuck, epoch=epoch, transfer_id=TransferId("t"), reason="no room")
+    for _ in range(12):
+        rig.scheduler.on_event(Seat(stuck, epoch), others)
+        rig.wait(0.5)
+    rig.run()
+    assert rig.ended == {"sits on it": "final"}
+    wake(rig, stuck)
     rig.check_quiet()
 
 

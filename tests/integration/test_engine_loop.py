@@ -13,6 +13,7 @@ from memserve.messages import (
     Allocated,
     CacheChanged,
     CacheSnapshot,
+    Cancel,
     Commit,
     Expired,
     Finished,
@@ -29,6 +30,7 @@ from memserve.messages import (
     TransmitFailed,
 )
 from memserve.types import Namespace, RequestId, TransferId, TransferStyle
+from memserve.workers.copies import Pace
 from memserve.workers.transfer import private_namespace
 from tests.contract.link_rig import BLOCK_SIZE, geometry
 from tests.contract.transfer_rig import prompt
@@ -361,3 +363,38 @@ def test_engine_that_breaks_ends_the_loop(bench: Bench) -> None:
     bench.engine.step = broken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="device lost"):
         bench.run(prefill(prompt(6)))
+
+
+def test_who_waits_in_the_engine_comes_before_who_waits_at_the_door(bench: Bench) -> None:
+    """A starving engine has dropped the pins on arrivals: not for another one's KV."""
+    half = NUM_BLOCKS // 2 * BLOCK_SIZE
+    size = NUM_BLOCKS // 2 * geometry().block_bytes
+    bench.run(
+        allocate(prompt(half)),
+        Commit(epoch=1, transfer_id=TransferId("t"), size_bytes=size, pin=True),
+    )
+    big = prefill(prompt(60, seed=1), request_id=RequestId("big"))
+    next_one = RequestId("next")
+    waiting = allocate(
+        prompt(half, seed=2), request_id=next_one, transfer_id=TransferId("u"), patience_s=300.0
+    )
+    events = bench.run(big, waiting)
+    assert [type(e) for e in events if isinstance(e, Allocated | Finished)] == [Finished]
+    assert only(bench.run(Abort(epoch=1, request_id=RequestId("big"))), Allocated)
+    bench.run(Abort(epoch=1, request_id=ID), Cancel(epoch=1, transfer_id=TransferId("u")))
+    bench.run(Abort(epoch=1, request_id=next_one))
+    assert bench.audit().holders == []
+
+
+def test_copies_make_way_for_steps_and_for_nothing_else(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paces: list[Pace] = []
+    monkeypatch.setattr(bench.swaps, "poll", paces.append)
+    bench.run(prefill(prompt(60)))
+    inside = bench.engine.turns_inside * [Pace.INSIDE_STEP]
+    assert paces == [Pace.BETWEEN_STEPS, *inside, Pace.FREE]
+    paces.clear()
+    bench.run(prefill(prompt(60, seed=1), request_id=RequestId("too much")), idle_waits=3)
+    between = [pace for pace in paces if pace is not Pace.INSIDE_STEP]
+    assert between[-3:] == [Pace.FREE] * 3, "it starves: nothing is computed"

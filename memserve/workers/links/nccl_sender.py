@@ -249,6 +249,7 @@ class Sender(LinkThread):
         """Both threads; the lock is held."""
         assert self._wire is not None
         self._number += 1
+        self._progress_at = self._clock()  # the thread may look before it has the job
         self._pending[self._number] = job
         job.is_announced = True
         self._wire.send(Announce(self._number, job.target_ids.tobytes()))

@@ -107,7 +107,10 @@ class PeerGoneError(TransferError):
 
 
 class Wire:
-    """Frames over a connected socket; nothing waits but `wait`. One thread makes all calls."""
+    """Frames over a connected socket; nothing waits but `wait`.
+
+    Whoever calls sees to it that no two threads do so at once; `wait` may run beside the others.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         """Takes over the socket."""
@@ -141,9 +144,10 @@ class Wire:
         return None
 
     def wait(self, wake: Wake, timeout_s: float | None = None) -> None:
-        """Until a frame may be there, or `wake` is set, which this clears, or the time is over."""
-        if self._socket.has_frame:
-            return
+        """Until more has arrived, or `wake` is set, which this clears, or the time is over.
+
+        What has arrived before must be received: it does not end the wait.
+        """
         poller = select.poll()
         room = select.POLLOUT if self._socket.has_unsent else 0
         poller.register(self._socket, select.POLLIN | room)

@@ -175,8 +175,11 @@ class LinkThread(ABC):
 
     @staticmethod
     def _end_passage(communicator: Communicator | None, pipe: Pipe | None) -> None:
-        """Give the communicator up, and wait until what was queued has run dry."""
+        """Give the communicator up, and wait until what was queued has run dry, or has failed."""
         if communicator is not None:
             communicator.abort()
         if pipe is not None:
-            pipe.close()
+            try:
+                pipe.close()
+            except TransferError as error:  # of CUDA, and for good: nothing runs there any more
+                logger.error("a pipe has ended badly: %s", error)
