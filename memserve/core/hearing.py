@@ -5,8 +5,9 @@ is silent for longer than that, and than the step that it may be in, is given no
 and who waits for it goes on elsewhere: long before the cluster manager takes it for dead
 (`cluster.heartbeat_timeout_s`), and at no risk, for with its next sign it is back.
 
-Silence counts only while somebody listens: after a pause of the listener's own nobody is blamed.
-Collaborators: `accounting.Members` passes signs on, and takes the silent ones off its lists.
+Silence counts only while somebody listens: after a pause of the listener's own (its process was
+stopped, or starved) nobody is blamed. Collaborators: `accounting.Members` passes signs on, and
+takes the silent ones off its lists; `cluster.ClusterManager` ends who is silent for far longer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from memserve.types import InstanceId
 
 _PATIENCE = 2.0
 """A step may take so many times what was predicted."""
+_RHYTHM_S = 1.0
+"""Who is asked at least so often does not pause."""
 
 
 class Hearing:
@@ -37,11 +40,11 @@ class Hearing:
         self._heard_at.pop(instance, None)
 
     def silent(self, step_s: Callable[[InstanceId], float], now: float) -> list[InstanceId]:
-        """Those that are. To be asked several times per `silence_s`: what is rarer is a pause.
+        """Those that are. To be asked every second, or twice per `silence_s`: else it was a pause.
 
         `step_s`: the longest step that an instance may be in, as predicted.
         """
-        if now - self._asked_at > self._silence_s / 2:
+        if now - self._asked_at > max(self._silence_s / 2, _RHYTHM_S):
             self._listening_since = now
         self._asked_at = now
         return [
