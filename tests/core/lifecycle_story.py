@@ -16,6 +16,7 @@ from memserve.core.vocabulary import (
     Fail,
     Fetch,
     InstanceLost,
+    InstanceSilent,
     Learned,
     Limits,
     Note,
@@ -245,6 +246,9 @@ class Story:
 
     def lost(self, at: str, epoch: int = 1) -> list[str]:
         return self.step(InstanceLost(Seat(InstanceId(at), epoch)))
+
+    def silent(self, at: str, epoch: int = 1) -> list[str]:
+        return self.step(InstanceSilent(Seat(InstanceId(at), epoch)))
 
     def cancel(self) -> list[str]:
         return self.step(ClientCancelled())
