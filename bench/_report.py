@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,11 @@ _COMMAND_TIMEOUT_S = 10.0
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """An argument parser that has `--out FILE`; the script adds its own options."""
+    """An argument parser that has `--out FILE`; the script adds its own options.
+
+    From now on the script ends by SIGTERM as by Ctrl-C: it stops what it has started.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     made = argparse.ArgumentParser(
         description=(description or "").strip().partition("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

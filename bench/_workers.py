@@ -62,7 +62,7 @@ from memserve.workers.transfer import Transfers
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 60.0
-COPYING_WAIT_S = 50e-6
+COPYING_WAIT_S = 20e-6
 _WORD = 4
 _NULL = "null block"
 _SOURCE = "source"

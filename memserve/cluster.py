@@ -68,6 +68,7 @@ class Members(Protocol):
     def instance_ready(self, seat: Seat) -> None: ...
     def instance_lost(self, seat: Seat, *, returns: bool) -> None: ...
     def load(self, instance: InstanceId) -> tuple[int, int]: ...
+    def is_silent(self, instance: InstanceId) -> bool: ...
 
 
 class Watcher(Protocol):
@@ -420,6 +421,7 @@ class ClusterManager:
             id=instance.id,
             role=instance.role,
             state=instance.state,
+            is_silent=self._members.is_silent(instance.id),
             epoch=instance.epoch,
             pid=None if instance.process is None else instance.process.pid,
             restarts=instance.restarts,

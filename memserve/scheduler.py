@@ -278,6 +278,10 @@ class GlobalScheduler:
         slot = loads.slots[instance]
         return int(loads.queued_tokens[slot]), int(loads.num_requests[slot])
 
+    def is_silent(self, instance: InstanceId) -> bool:
+        """Whether it gives no sign, so that it is given nothing to do."""
+        return bool(self._members.loads.is_silent[self._members.loads.slots[instance]])
+
     def counters(self) -> Counters:
         """Totals since the start, and what runs and waits now."""
         waiting = len(self._queue)

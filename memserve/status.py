@@ -36,6 +36,13 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     running_requests: int
     """Requests placed here that have not ended, as the scheduler counts them."""
     error: str | None = None
+    is_silent: bool = False
+    """It gives no sign and may hang: others do its work until it is back."""
+
+    @property
+    def word(self) -> str:
+        """The state for people."""
+        return "silent" if self.is_silent else self.state.value
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

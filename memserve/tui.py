@@ -90,11 +90,11 @@ def changes(previous: Snapshot | None, current: Snapshot) -> list[str]:
     for instance in current.instances:
         old = known.pop(instance.id, None)
         if old is None:
-            lines.append(f"{instance.id} joined: {instance.state.value}")
-        elif (old.state, old.epoch) != (instance.state, instance.epoch):
+            lines.append(f"{instance.id} joined: {instance.word}")
+        elif (old.word, old.epoch) != (instance.word, instance.epoch):
             life = f", life {instance.epoch}" if old.epoch != instance.epoch else ""
             why = f": {instance.error}" if instance.error else ""
-            lines.append(f"{instance.id} {old.state.value} → {instance.state.value}{life}{why}")
+            lines.append(f"{instance.id} {old.word} → {instance.word}{life}{why}")
     lines += [f"{name} left" for name in known]
     failures = {(link.source, link.target): link.failures for link in previous.links}
     for link in current.links:

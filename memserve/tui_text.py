@@ -224,10 +224,12 @@ def _instance_row(
     instance: InstanceStatus, is_wide: bool, *, has_dram: bool
 ) -> list[RenderableType]:
     mark, style = MARKS[instance.state]
+    if instance.is_silent:
+        mark, style = "◌", "bold yellow"
     row: list[RenderableType] = [Text(instance.id, "bold")]
     if is_wide:
         row.append(_ROLES[instance.role])
-    row.append(Text(f"{mark} {instance.state.value}", style))
+    row.append(Text(f"{mark} {instance.word}", style))
     if is_wide:
         restarts = Text(str(instance.restarts), "yellow" if instance.restarts else "")
         row += [str(instance.epoch), restarts]

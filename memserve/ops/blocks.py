@@ -20,17 +20,18 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
+from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from memserve.errors import TransferError
 from memserve.ops.build import BlockCopyLibrary, Copy, Side, open_library
 from memserve.ops.views import BlockView
 
-Ids = npt.NDArray[np.int32]
+Ids: TypeAlias = "array[int]"
+"""Of 32 bits each, as the kernels take them."""
 
 
 class BlockOps(ABC):
@@ -97,10 +98,14 @@ class BlockOps(ABC):
         target_ids: Sequence[int],
         *,
         stream: torch.cuda.Stream | None = None,
+        spares_engine: bool = False,
     ) -> int:
-        """`copy_blocks` between a GPU's memory and pinned host memory, either way."""
+        """`copy_blocks` between a GPU's memory and pinned host memory, either way.
+
+        `spares_engine`: by the way that is least in the way of an engine's steps, not the fastest.
+        """
         self._require_media(source, target, is_swap=True)
-        return self._check_and_run(source, target, source_ids, target_ids, stream)
+        return self._check_and_run(source, target, source_ids, target_ids, stream, spares_engine)
 
     def _check_and_run(
         self,
@@ -109,13 +114,14 @@ class BlockOps(ABC):
         source_ids: Sequence[int],
         target_ids: Sequence[int],
         stream: torch.cuda.Stream | None,
+        spares_engine: bool = False,
     ) -> int:
         _require_same_rows(source, target)
         sources = _checked_ids(source_ids, source.num_blocks, "source")
         targets = _checked_ids(target_ids, target.num_blocks, "target")
         _require_pairs(source, target, sources, targets)
         if len(sources):
-            self._run(source, target, sources, targets, stream)
+            self._run(source, target, sources, targets, stream, spares_engine)
         return len(sources) * source.block_bytes
 
     @abstractmethod
@@ -130,6 +136,7 @@ class BlockOps(ABC):
         source_ids: Ids,
         target_ids: Ids,
         stream: torch.cuda.Stream | None,
+        spares_engine: bool,
     ) -> None:
         """Copy at least one block; all arguments are good."""
 
@@ -148,8 +155,9 @@ class TorchBlockOps(BlockOps):
         source_ids: Ids,
         target_ids: Ids,
         stream: torch.cuda.Stream | None,
+        spares_engine: bool,
     ) -> None:
-        pairs = list(zip(source_ids.tolist(), target_ids.tolist(), strict=True))
+        pairs = list(zip(source_ids, target_ids, strict=True))
         with torch.cuda.stream(stream):
             for layer in range(source.num_layers):
                 blocks, places = source.layer(layer), target.layer(layer)
@@ -173,10 +181,10 @@ MAX_SMS = 12
 SWAP_SMS = 4
 """That many fill the host link."""
 ENGINE_RUN_BYTES = 1 << 20
-"""Copy engines pay for each contiguous run; from this size on they are the faster way to DRAM, and
-the one that leaves the engine alone: a kernel that writes to host memory holds up the end of every
-other kernel. The way back is a kernel's: on a copy engine the small copies of the engine's next
-step would wait behind it. `bench/swap_vs_tpot.py` shows both."""
+"""Copy engines pay for each contiguous run; from this size on they are the faster way from and to
+DRAM. Outwards they also spare the engine: a kernel that writes to host memory holds up the end of
+every other kernel. Inwards a kernel does: on a copy engine the small copies of the engine's next
+step would wait behind these. `bench/swap_vs_tpot.py` shows both."""
 
 
 class CudaBlockOps(BlockOps):
@@ -221,6 +229,7 @@ class CudaBlockOps(BlockOps):
         source_ids: Ids,
         target_ids: Ids,
         stream: torch.cuda.Stream | None,
+        spares_engine: bool,
     ) -> None:
         is_swap = source.memory.is_cuda != target.memory.is_cuda
         gpu = source.memory.device if source.memory.is_cuda else target.memory.device
@@ -238,15 +247,18 @@ class CudaBlockOps(BlockOps):
             num_blocks=len(source_ids),
             counter=self._counter(stream),
         )
-        method = self._swap_method_for(source, target) if is_swap else self._method
+        method = self._method
+        if is_swap:
+            method = self._swap_method_for(source, target, spares_engine)
         max_sms = self._swap_sms if is_swap else self._max_sms
         self._library.copy_blocks(copy, method, max_sms, gpu.index, stream.cuda_stream)
 
-    def _swap_method_for(self, source: BlockView, target: BlockView) -> Method:
+    def _swap_method_for(self, source: BlockView, target: BlockView, spares_engine: bool) -> Method:
         if self._swap_method is not Method.AUTO:
             return self._swap_method
         is_long = min(source.run_bytes, target.run_bytes) >= ENGINE_RUN_BYTES
-        return Method.BATCH if is_long and source.memory.is_cuda else Method.AUTO
+        is_inwards = target.memory.is_cuda
+        return Method.AUTO if not is_long or (is_inwards and spares_engine) else Method.BATCH
 
     def _counter(self, stream: torch.cuda.Stream) -> int | None:
         """The address of the stream's counter: its kernels follow each other and can share one."""
@@ -283,11 +295,11 @@ def library_for(device: torch.device) -> BlockCopyLibrary:
 
 def _side(view: BlockView, block_ids: Ids) -> Side:
     return Side(
-        base=view.memory.data_ptr(),
+        base=view.base,
         block_stride=view.block_stride,
         row_stride=view.rows.stride,
-        layer_offsets=view.row_offsets.ctypes.data,
-        block_ids=block_ids.ctypes.data,
+        layer_offsets=view.offsets_address,
+        block_ids=block_ids.buffer_info()[0],
     )
 
 
@@ -301,24 +313,24 @@ def _require_same_rows(source: BlockView, target: BlockView) -> None:
             raise TransferError(f"the source has {own} {name}, the target {other}")
 
 
-def _checked_ids(block_ids: Sequence[int] | Ids, num_blocks: int, side: str) -> Ids:
+def _checked_ids(block_ids: Sequence[int], num_blocks: int, side: str) -> Ids:
     """As an array, if there are such blocks. Raises: TransferError."""
-    ids = np.asarray(block_ids, dtype=np.int64)
-    if len(ids) and not 0 <= ids.min() <= ids.max() < num_blocks:
-        bad = ids[(ids < 0) | (ids >= num_blocks)][0]
+    # Without numpy: for the few blocks of most copies its calls are the greater part of the time.
+    if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
+        bad = next(block for block in block_ids if not 0 <= block < num_blocks)
         raise TransferError(f"the {side} has no block {bad}, only 0 to {num_blocks - 1}")
-    return ids.astype(np.int32)
+    return array("i", block_ids)
 
 
 def _require_pairs(source: BlockView, target: BlockView, sources: Ids, targets: Ids) -> None:
     """One target for each source, each written once, and nothing both read and written."""
     if len(sources) != len(targets):
         raise TransferError(f"{len(sources)} blocks cannot fill {len(targets)} blocks")
-    seen = set(targets.tolist())
+    seen = set(targets)
     if len(seen) != len(targets):
-        twice = next(block for block in seen if np.count_nonzero(targets == block) > 1)
+        twice = next(block for block in targets if targets.count(block) > 1)
         raise TransferError(f"target block {twice} is named twice")
-    if source.memory.data_ptr() == target.memory.data_ptr():
-        both = seen.intersection(sources.tolist())
+    if source.base == target.base:
+        both = seen.intersection(sources)
         if both:
             raise TransferError(f"block {min(both)} of one buffer is to be read and written")

@@ -80,10 +80,10 @@ class CudaPipe:
             nccl=communicator.addresses,
             communicator=communicator.handle,
             blocks=Side(
-                base=view.memory.data_ptr(),
+                base=view.base,
                 block_stride=view.block_stride,
                 row_stride=rows.stride,
-                layer_offsets=view.row_offsets.ctypes.data,
+                layer_offsets=view.offsets_address,
             ),
             row_bytes=rows.size_bytes,
             num_rows=rows.count,

@@ -94,6 +94,9 @@ class BlockView:
         self.rows = rows
         self.row_offsets = np.array(layer_offsets, dtype=np.int64) + rows.offset
         """Where the first row of each layer of block 0 starts, shape `[num_layers]`."""
+        self.base = self.memory.data_ptr()
+        self.offsets_address = int(self.row_offsets.ctypes.data)
+        """Of `row_offsets`, for native code."""
         self._require_inside()
 
     @classmethod

@@ -41,7 +41,7 @@ CUDA_POLL_BYTES = 512 << 20
 CUDA_BUSY_BYTES = 128 << 20
 """Begun each way at most between two of the engine's steps: 2.4 ms of the host link. The step's own
 small copies wait for as long, so it must be over before the step is (`bench/swap_vs_tpot.py`: with
-512 MiB, a decode step of 5 ms takes 1.7 to 2.9 times as long)."""
+512 MiB, a decode step of 5 ms takes 1.6 to 2.9 times as long)."""
 CUDA_BUSY_BYTES_PER_S = 25e9
 """Begun each way while the engine computes: half of the host link."""
 HOST_PIECE_BYTES = 4 << 20
@@ -165,7 +165,10 @@ class Saver:
         self, block_ids: Sequence[BlockId], slot_ids: Sequence[SlotId], *, for_engine: bool
     ) -> None:
         """See `Copies`."""
-        self._queue.follow_engine()
+        if for_engine:
+            # Others wait for the copy here, and would wait for the steps in flight too. None of
+            # these writes the blocks: they were queued when nobody could take them.
+            self._queue.follow_engine()
         blocks, slots = self._places.blocks, self._places.slots
         self._ops.swap_blocks(blocks, slots, block_ids, slot_ids, stream=self._queue.stream)
         if for_engine:
@@ -282,7 +285,7 @@ class BlockCopies:
         if not self._in.queue.is_beside_engine:
             budget: float = self._poll_bytes
             for lane in lanes:
-                budget -= self._advance(lane, budget, self._poll_bytes)
+                budget -= self._advance(lane, budget, self._poll_bytes, pace)
         else:  # the host link has both directions for itself
             for lane in lanes:
                 self._advance_beside_engine(lane, pace, passed_s)
@@ -320,24 +323,24 @@ class BlockCopies:
         most = self._busy_bytes
         if pace is Pace.FREE:
             lane.allowance = most
-            self._advance(lane, self._poll_bytes, self._poll_bytes)
+            self._advance(lane, self._poll_bytes, self._poll_bytes, pace)
             return
         lane.allowance = min(most, lane.allowance + passed_s * self._busy_bytes_per_s)
         limit = self._piece_bytes if pace is Pace.INSIDE_STEP else most
-        lane.allowance -= self._advance(lane, lane.allowance, limit)
+        lane.allowance -= self._advance(lane, lane.allowance, limit, pace)
 
-    def _advance(self, lane: _Lane, budget: float, limit: int) -> int:
+    def _advance(self, lane: _Lane, budget: float, limit: int, pace: Pace) -> int:
         """Begin pieces, in order, of `budget` bytes and with `limit` of them in flight; one more
         may exceed either. Returns how many bytes were begun."""
         begun = 0
         self._land(lane)
         for copy in lane.copies:
             while copy.has_more and begun < budget and lane.flying_bytes < limit:
-                begun += self._start_piece(lane, copy)
+                begun += self._start_piece(lane, copy, pace)
                 self._land(lane)
         return begun
 
-    def _start_piece(self, lane: _Lane, copy: _Copy) -> int:
+    def _start_piece(self, lane: _Lane, copy: _Copy, pace: Pace) -> int:
         begin = copy.num_begun
         end = min(begin + self._piece_blocks, len(copy.source_ids))
         copy.num_begun = end
@@ -349,6 +352,7 @@ class BlockCopies:
                 copy.source_ids[begin:end],
                 copy.target_ids[begin:end],
                 stream=lane.queue.stream,
+                spares_engine=pace is not Pace.FREE,
             )
         except TransferError as error:
             copy.error = str(error)

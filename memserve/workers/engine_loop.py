@@ -55,8 +55,8 @@ logger = logging.getLogger(__name__)
 _WAITING_WAIT_S = 0.005
 """While the engine's requests all wait, for blocks or for the device: a command wakes it up, and so
 does the device."""
-_COPYING_WAIT_S = 0.00005
-"""Between two looks at copies under way, which have threads that need the interpreter as well."""
+_COPYING_WAIT_S = 0.00002
+"""Between two looks at copies under way: what they are late by, their request is."""
 
 
 class Channel(Protocol):

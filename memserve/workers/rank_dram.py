@@ -59,6 +59,8 @@ class RankDram:
         self._copies: BlockCopies | None = None
         self._saver: Saver | None = None
         """Of the main thread."""
+        self._agents_saver: Saver | None = None
+        """On the same queue: a slot may be filled by a step, given up, and filled by an order."""
         self._held_back: deque[CopyBlocks | SaveBlocks] = deque()
         """Their steps have not come yet."""
         self._reports: list[DramReport] = []
@@ -118,6 +120,8 @@ class RankDram:
 
     def close(self) -> None:
         """Wait until nothing is in flight, and give the memory back. No step may follow."""
+        if self._agents_saver is not None:
+            self._agents_saver.wait()
         if self._copies is not None:
             self._copies.close()
 
@@ -134,15 +138,18 @@ class RankDram:
             )
         except StartError as error:
             return str(error)
-        self._saver = Saver(copies.places, self._make_ops(), make_queue(self._hbm.device))
+        queue = make_queue(self._hbm.device)
+        self._agents_saver = Saver(copies.places, self._make_ops(), queue)
+        self._saver = Saver(copies.places, self._make_ops(), queue)
         self._copies = copies
         return None
 
     def _begin(self, copies: BlockCopies, order: CopyBlocks | SaveBlocks) -> None:
         if isinstance(order, SaveBlocks):
+            assert self._agents_saver is not None
             error = None
             try:
-                copies.save(order.block_ids, order.slot_ids, for_engine=False)
+                self._agents_saver.save(order.block_ids, order.slot_ids, for_engine=False)
             except TransferError as problem:
                 error = str(problem)
             self._reports.append(Saved(error))

@@ -89,12 +89,13 @@ class FakeOps(BlockOps):
         source_ids: Ids,
         target_ids: Ids,
         stream: torch.cuda.Stream | None,
+        spares_engine: bool,
     ) -> None:
         assert isinstance(stream, FakeStream)
         number, self._num_calls = self._num_calls, self._num_calls + 1
         if number == self.fail_at:
             raise TransferError("the copy engines are on strike")
-        for source_id, target_id in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
+        for source_id, target_id in zip(source_ids, target_ids, strict=True):
             stream.put(self._piece(source, target, source_id, target_id))
 
     def _piece(

@@ -28,6 +28,8 @@ class FaultyOps(TorchBlockOps):
 
     def __init__(self, num_good: int) -> None:
         self.num_good = num_good
+        self.spared: list[bool] = []
+        """Of each call: whether it was to spare the engine."""
 
     def swap_blocks(
         self,
@@ -37,7 +39,9 @@ class FaultyOps(TorchBlockOps):
         target_ids: Sequence[int],
         *,
         stream: torch.cuda.Stream | None = None,
+        spares_engine: bool = False,
     ) -> int:
+        self.spared.append(spares_engine)
         self.num_good -= 1
         if self.num_good < 0:
             raise TransferError("the copy engine is on fire")

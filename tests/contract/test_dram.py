@@ -159,6 +159,17 @@ def test_inside_a_step_one_piece_is_in_flight_at_a_time() -> None:
     assert len(rig.queues.out.pieces) == 1, "the next one"
 
 
+def test_only_a_resting_engine_is_not_spared() -> None:
+    rig = Rig(is_manual=True, busy_blocks=8, busy_blocks_per_s=8.0)
+    for number, pace in enumerate(Pace):
+        rig.clock.now_s += 1.0
+        rig.out(pace.value, number)
+        rig.tier.poll(pace)
+        rig.queues.out.finish()
+        rig.tier.poll(pace)
+    assert rig.queues.ops.spared == [pace is not Pace.FREE for pace in Pace]
+
+
 def test_a_piece_too_large_for_the_pace_is_a_debt() -> None:
     rig = Rig(is_manual=True, busy_blocks=8, busy_blocks_per_s=0.25)
     rig.out("a", *range(4))
@@ -290,7 +301,7 @@ def test_the_engine_waits_for_what_is_saved_for_it_and_nobody_for_other_copies()
     assert rig.queues.out.num_holds == 0 and len(rig.queues.out.pieces) == 1
     contents = rig.block(3)
     (slot,) = rig.save(3, for_engine=False)
-    assert (urgent.num_follows, urgent.num_holds) == (2, 1), "this process has waited"
+    assert (urgent.num_follows, urgent.num_holds) == (1, 1), "this process has waited"
     start = slot * BLOCK_BYTES
     assert rig.memory.tensor[start : start + BLOCK_BYTES].numpy().tobytes() == contents
     rig.queues.out.finish()

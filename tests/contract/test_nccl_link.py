@@ -612,7 +612,7 @@ def test_a_schedule_keeps_within_its_bytes_if_a_block_does(
 
 
 def test_2048_tokens_of_llama_2_13b_go_in_six_chunks() -> None:
-    assert NcclSettings().schedule(160 * 5120 * 16, 700).sizes(128) == [10, 27, 27, 27, 27, 10]
+    assert NcclSettings().schedule(160 * 5120 * 16, 700).sizes(128) == [7, 28, 29, 28, 29, 7]
 
 
 # ── the wire ──────────────────────────────────────────────────────────────────────────────────

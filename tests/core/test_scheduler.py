@@ -378,6 +378,7 @@ def test_who_waits_for_a_silent_instance_goes_on_elsewhere() -> None:
     assert rig.instance_of("sits on it") == "P0"
     rig.wait(5.0)
     assert rig.instance_of("sits on it") == "P0", "that may be a pause"
+    assert not rig.scheduler.is_silent(InstanceId("P0"))
     rig.wait(1.0)
     assert rig.instance_of("sits on it") == "P1"
     rig.submit("later")
@@ -385,9 +386,11 @@ def test_who_waits_for_a_silent_instance_goes_on_elsewhere() -> None:
     rig.run()
     assert rig.ended == {"sits on it": "final", "later": "final"}
     assert rig.scheduler.counters().replaced == 1
+    assert rig.scheduler.is_silent(InstanceId("P0"))
     wake(rig, "P0")
     rig.check_quiet()
     rig.wait(1.0)
+    assert not rig.scheduler.is_silent(InstanceId("P0"))
     for name in ("one", "another"):
         rig.submit(name)
     assert {rig.instance_of("one"), rig.instance_of("another")} == {"P0", "P1"}

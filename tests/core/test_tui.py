@@ -173,6 +173,13 @@ def test_an_instance_row() -> None:
     assert wide[7:11] == ["20", "30", "50", "100"]
 
 
+def test_an_instance_that_gives_no_sign() -> None:
+    first = _snapshot()
+    silent = replace(first, instances=[replace(first.instances[0], is_silent=True)])
+    row = _row(_text(tui.render(silent, None, 0.0, 80)), "P0  ")
+    assert row[:3] == ["P0", "◌", "silent"]
+
+
 def test_a_dram_tier_has_its_columns_where_there_is_one() -> None:
     dram = {"dram_blocks": 600, "dram_used_blocks": 450}
     swapped = {"swapped_out_blocks": 777, "swapped_in_blocks": 88}
@@ -248,6 +255,8 @@ def test_changes() -> None:
     assert tui.changes(first, replace(first, instances=[p0, reborn])) == [
         "D0 ready → ready, life 2"
     ]
+    silent = replace(d0, is_silent=True)
+    assert tui.changes(first, replace(first, instances=[p0, silent])) == ["D0 ready → silent"]
     assert tui.changes(first, replace(first, instances=[d0])) == ["P0 left"]
     joined = _instance("D1")
     assert tui.changes(first, replace(first, instances=[p0, d0, joined])) == ["D1 joined: ready"]

@@ -19,6 +19,8 @@ from memserve.workers.rank_messages import (
     CopyBlocks,
     DramOpened,
     OpenDram,
+    SaveBlocks,
+    Saved,
     Saving,
     StepOrders,
 )
@@ -174,13 +176,14 @@ class RankRig:
             assert time.monotonic() < until, "the copies do not end"
         return errors
 
+    def pages(self, block_id: int) -> list[torch.Tensor]:
+        """They share the memory."""
+        starts = [o + block_id * self.geometry.block_stride for o in self.geometry.layer_offsets]
+        return [self.hbm[start : start + PAGE_BYTES] for start in starts]
+
     def values(self, block_id: int) -> set[int]:
         """That its bytes have."""
-        found: set[int] = set()
-        for offset in self.geometry.layer_offsets:
-            start = offset + block_id * self.geometry.block_stride
-            found |= set(self.hbm[start : start + PAGE_BYTES].unique().tolist())
-        return found
+        return {int(value) for page in self.pages(block_id) for value in page.unique()}
 
 
 @pytest.fixture(params=["block_first", "layer_first"])
@@ -225,3 +228,22 @@ def test_a_rank_saves_what_a_step_overwrites(rank: RankRig) -> None:
     rank.copy("a", (5, 4), (6, 2), is_inwards=True, after_step=1)
     assert rank.finish() == [None]
     assert rank.values(5) == rank.values(6) == {7} and rank.values(3) == {9}
+
+
+def test_a_slot_that_a_step_fills_is_filled_anew_behind_it(rank: RankRig) -> None:
+    """The step's own saving still waits on the GPU when the slot is given to another block."""
+    for block_id, value in ((3, 5), (9, 8)):
+        for page in rank.pages(block_id):
+            page.fill_(value)
+    torch.cuda.synchronize()
+    step = StepOrders(1, [Saving(ids(3), [SlotId(4)])])
+    with torch.cuda.stream(rank.engine):
+        torch.cuda._sleep(200_000_000)
+        rank.dram.before_step(step)
+        rank.dram.after_step(step)
+    rank.dram.handle(SaveBlocks(ids(9), [SlotId(4)], 1))
+    assert Saved(None) in rank.dram.poll()
+    torch.cuda.synchronize()
+    rank.copy("a", (12, 4), is_inwards=True, after_step=1)
+    assert rank.finish() == [None]
+    assert rank.values(12) == {8}

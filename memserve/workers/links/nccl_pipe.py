@@ -21,9 +21,9 @@ CHUNK_BYTES = 384 << 20
 """At most. Few launches: each costs the host 150 µs, and the way 20. `bench/fig11_transfer.py
 --sweep` compares. Two staging buffers of this size cost each GPU 768 MiB for each peer and
 direction, from the opening on."""
-EDGE_BYTES = 128 << 20
+EDGE_BYTES = 96 << 20
 """Of the first and the last chunk: their gather and their scatter overlap with nothing. They take
-350 µs on the way, in which the host launches the next chunk, and a longer one is gathered."""
+270 µs on the way, in which the host launches the next chunk, and a longer one is gathered."""
 
 
 class Pipe(Protocol):
