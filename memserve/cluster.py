@@ -185,8 +185,7 @@ class ClusterManager:
         instance.state = InstanceState.STARTING
         instance.started_at = instance.last_seen = self._clock()
         instance.ready = instance.stats = instance.error = None
-        spec = self._make_spec(instance.id, instance.role, instance.epoch)
-        self._zygote.request(Fork(spec))
+        self._zygote.request(Fork(self._make_spec(instance.id, instance.role, instance.epoch)))
         self._watcher.instance(instance.id, "starting", instance.state)
 
     # ── what happens ──────────────────────────────────────────────────────────────────────────
@@ -309,9 +308,8 @@ class ClusterManager:
                 self._announce_if_linked(one)
 
     def _announce_if_linked(self, instance: _Instance) -> None:
-        if instance.awaited_links or instance.ready is None:
-            return
-        if instance.state is not InstanceState.STARTING:
+        must_wait = instance.awaited_links or instance.state is not InstanceState.STARTING
+        if must_wait or instance.ready is None:
             return
         instance.state = InstanceState.READY
         self._hearing.heard(instance.id, self._clock())

@@ -64,6 +64,9 @@ class Audience:
     def load(self, instance: InstanceId) -> tuple[int, int]:
         return 0, 0
 
+    def is_silent(self, instance: InstanceId) -> bool:
+        return False
+
     def instance(self, id: InstanceId, text: str, state: InstanceState) -> None: ...
     def note(self, text: str) -> None: ...
     def send(self, seat: Seat, command: AnyCommand) -> None: ...
