@@ -25,6 +25,7 @@ from typing import Protocol
 import msgspec
 
 from memserve.audits import Audits
+from memserve.core.hearing import Hearing
 from memserve.core.vocabulary import Seat
 from memserve.errors import ProtocolError, StartError
 from memserve.messages import (
@@ -140,6 +141,7 @@ class ClusterManager:
         self._changed = asyncio.Event()
         self._link_kinds: dict[tuple[InstanceId, InstanceId], str] = {}
         self._audits = Audits(send, settings.audit_timeout_s)
+        self._hearing = Hearing(settings.heartbeat_timeout_s)
         self._has_started = False
         self._is_stopping = False
 
@@ -183,8 +185,7 @@ class ClusterManager:
         instance.state = InstanceState.STARTING
         instance.started_at = instance.last_seen = self._clock()
         instance.ready = instance.stats = instance.error = None
-        spec = self._make_spec(instance.id, instance.role, instance.epoch)
-        self._zygote.request(Fork(spec))
+        self._zygote.request(Fork(self._make_spec(instance.id, instance.role, instance.epoch)))
         self._watcher.instance(instance.id, "starting", instance.state)
 
     # ── what happens ──────────────────────────────────────────────────────────────────────────
@@ -208,19 +209,19 @@ class ClusterManager:
     def tick(self) -> None:
         """End instances that are silent, or that take too long to start."""
         now = self._clock()
+        for id in self._hearing.silent(lambda _: 0.0, now):
+            instance = self._instances[id]
+            self._kill(instance, f"no heartbeat for {now - instance.last_seen:.0f} s")
+            self._hearing.heard(id, now)  # say it once per time-out
         for instance in self._instances.values():
-            if instance.state is InstanceState.READY:
-                silent_s = now - instance.last_seen
-                if silent_s > self._settings.heartbeat_timeout_s:
-                    self._kill(instance, f"no heartbeat for {silent_s:.0f} s")
-            elif instance.state is InstanceState.STARTING and self._has_started:
-                if now - instance.started_at > self._settings.start_timeout_s:
-                    self._kill(instance, "not ready in time")
+            is_starting = instance.state is InstanceState.STARTING and self._has_started
+            if is_starting and now - instance.started_at > self._settings.start_timeout_s:
+                self._kill(instance, "not ready in time")
 
     def _kill(self, instance: _Instance, why: str) -> None:
         logger.error("%s: %s; ending its process", instance.id, why)
         instance.error = why
-        instance.last_seen = instance.started_at = self._clock()  # say it once per time-out
+        instance.started_at = self._clock()  # say it once per time-out
         instance.kill()
 
     def _on_forked(self, notice: Forked) -> None:
@@ -235,6 +236,8 @@ class ClusterManager:
         instance = self._instances[seat.instance]
         if not isinstance(event, Audited):
             instance.last_seen = self._clock()
+            if instance.state is InstanceState.READY:
+                self._hearing.heard(instance.id, instance.last_seen)
         match event:
             case Ready():
                 self._on_ready(instance, event)
@@ -251,9 +254,7 @@ class ClusterManager:
     def is_current(self, seat: Seat) -> bool:
         """Whether this life of the instance is the present one."""
         instance = self._instances.get(seat.instance)
-        if instance is None or instance.epoch != seat.epoch:
-            return False
-        return instance.process is not None
+        return bool(instance and instance.epoch == seat.epoch and instance.process)
 
     def _on_ready(self, instance: _Instance, event: Ready) -> None:
         if event.protocol != PROTOCOL_VERSION:
@@ -306,15 +307,14 @@ class ClusterManager:
                 self._announce_if_linked(one)
 
     def _announce_if_linked(self, instance: _Instance) -> None:
-        if instance.awaited_links or instance.ready is None:
-            return
-        if instance.state is not InstanceState.STARTING:
+        must_wait = instance.awaited_links or instance.state is not InstanceState.STARTING
+        if must_wait or instance.ready is None:
             return
         instance.state = InstanceState.READY
+        self._hearing.heard(instance.id, self._clock())
         seconds = self._clock() - instance.started_at
-        blocks = instance.ready.stats.total_blocks
         phases = ", ".join(f"{k} {v:.1f} s" for k, v in instance.ready.startup_s.items())
-        text = f"ready in {seconds:.1f} s ({phases}), {blocks} blocks"
+        text = f"ready in {seconds:.1f} s ({phases}), {instance.ready.stats.total_blocks} blocks"
         logger.info("%s epoch %d %s", instance.id, instance.epoch, text)
         self._watcher.instance(instance.id, text, instance.state)
         self._members.instance_ready(instance.seat)
@@ -328,9 +328,9 @@ class ClusterManager:
             self._on_lost(instance, _describe(notice.status))
 
     def _on_lost(self, instance: _Instance, how: str) -> None:
-        was_up = instance.is_up
+        self._hearing.forget(instance.id)
         if instance.error is None:
-            instance.error = how if was_up else f"{how}{self._log_tail(instance)}"
+            instance.error = how if instance.is_up else f"{how}{self._log_tail(instance)}"
         instance.forget_process()
         now = self._clock()
         window = now - self._settings.restart_window_s
@@ -344,12 +344,11 @@ class ClusterManager:
         if not self._is_stopping:
             logger.error("%s epoch %d: %s", instance.id, instance.epoch, instance.error)
             self._watcher.instance(instance.id, instance.error, instance.state)
-        seat = instance.seat
         for other in self._instances.values():
             if other is not instance and other.is_up:
                 lost = PeerLost(epoch=other.epoch, peer=instance.id, peer_epoch=instance.epoch)
                 self._send(other.seat, lost)
-        self._members.instance_lost(seat, returns=may_return)
+        self._members.instance_lost(instance.seat, returns=may_return)
         self._drop_links(instance)
         if may_return:
             instance.restarts += 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -65,6 +66,8 @@ logger = logging.getLogger(__name__)
 
 _TREE_CHECK_S = 10.0
 """How long an instance may take to say what it holds, in an audit."""
+_OPEN_FILES = 1 << 16
+"""So many at most are asked for."""
 _TICK_S = 0.5
 """How often deadlines are looked at."""
 
@@ -79,6 +82,7 @@ def run(config: Config, progress: Progress, *, show_live_view: bool = False) -> 
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    _allow_many_connections()
     orchestrator = Orchestrator(config, progress)
     exit_code = 0
     try:
@@ -328,6 +332,14 @@ class Orchestrator:
         if self._stop_asked.is_set():
             self._abort_asked.set()
         self._stop_asked.set()
+
+
+def _allow_many_connections() -> None:
+    """Each client takes a descriptor; shells give 1,024, and mostly let a process have more."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def cluster_settings(config: Config, caching: Caching) -> ClusterSettings:

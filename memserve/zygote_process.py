@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -17,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from memserve.workers.spec import AnyNotice, Fork, read_notice, write_request
+
+logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
 """From asking a process to end to killing it."""
@@ -89,24 +92,39 @@ class WorkerProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._fd: int | None = None
-        with contextlib.suppress(ProcessLookupError):  # gone already; its exit is reported next
-            self._fd = os.pidfd_open(pid)
+        self._is_gone = False
+        self._look()
 
     def kill(self) -> None:
+        self._look()
         if self._fd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
     async def wait(self, timeout_s: float) -> None:
         """Until it is gone, or the time is over."""
+        self._look()
         if self._fd is not None:
-            await asyncio.to_thread(select.select, [self._fd], [], [], timeout_s)
+            has_ended = select.poll()  # a `select` takes no descriptor above 1023
+            has_ended.register(self._fd, select.POLLIN)
+            await asyncio.to_thread(has_ended.poll, timeout_s * 1000)
+
+    def _look(self) -> None:
+        """Have the descriptor, if there is one to be had."""
+        if self._fd is not None or self._is_gone:
+            return
+        try:
+            self._fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:  # gone already; its exit is reported next
+            self._is_gone = True
+        except OSError as error:  # clients have them all at the moment
+            logger.error("no descriptor for process %d now: %s", self.pid, error)
 
     def close(self) -> None:
         """Forget it."""
         if self._fd is not None:
             os.close(self._fd)
-        self._fd = None
+        self._fd, self._is_gone = None, True
 
 
 def log_tail(path: Path) -> str:

@@ -6,8 +6,9 @@ that, and than the step that it may be in, is given nothing more to do, and who 
 elsewhere: long before the cluster manager takes it for dead (`cluster.heartbeat_timeout_s`), and at
 no risk, for with its next sign it is back.
 
-Silence counts only while somebody listens: after a pause of the listener's own nobody is blamed.
-Collaborators: `accounting.Members` passes signs on, and takes the silent ones off its lists.
+Silence counts only while somebody listens: after a pause of the listener's own (its process was
+stopped, or starved) nobody is blamed. Collaborators: `accounting.Members` passes signs on, and
+takes the silent ones off its lists; `cluster.ClusterManager` ends who is silent for far longer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from memserve.types import InstanceId
 
 _PATIENCE = 2.0
 """A step may take so many times what was predicted."""
+_RHYTHM_S = 1.0
+"""Who is asked at least so often does not pause."""
 
 
 class Hearing:
@@ -38,11 +41,11 @@ class Hearing:
         self._heard_at.pop(instance, None)
 
     def silent(self, step_s: Callable[[InstanceId], float], now: float) -> list[InstanceId]:
-        """Those that are. To be asked several times per `silence_s`: what is rarer is a pause.
+        """Those that are. To be asked every second, or twice per `silence_s`: else it was a pause.
 
         `step_s`: the longest step that an instance may be in, as predicted.
         """
-        if now - self._asked_at > self._silence_s / 2:
+        if now - self._asked_at > max(self._silence_s / 2, _RHYTHM_S):
             self._listening_since = now
         self._asked_at = now
         return [

@@ -102,6 +102,12 @@ class Transfers:
         """Whether the open transfer's sender is the one who has to answer."""
         return self.open is not None and self.open.state is TransferState.ORDERED
 
+    def is_asked(self, seat: Seat) -> bool:
+        """Whether it has to answer as the open transfer's receiver, before anything is sent."""
+        if self.open is None or self.open.state is not TransferState.ASKED:
+            return False
+        return self.open.receiver == seat
+
     # ── the plain course ──────────────────────────────────────────────────────────────────────
 
     def ask(

@@ -482,6 +482,8 @@ class RequestLifecycle:
 
     def _on_instance_silent(self, seat: Seat) -> list[Action]:
         """Who waits for it goes on without it, if anything is left to fall back on afterwards."""
+        if self.phase is Phase.RETURN and self._transfers.is_asked(seat):
+            return self._release_all()  # for others wait for the memory that this holds on D
         plan = self._running_plan()
         if plan is None:
             return []

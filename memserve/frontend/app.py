@@ -268,6 +268,11 @@ async def _read_json(request: web.Request) -> object:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
+    except web.RequestPayloadError as error:
+        named = request.headers.get("Content-Encoding", "none")
+        message = f"the body cannot be decoded (Content-Encoding: {named})"
+        # Where the next request would begin is not known.
+        raise ApiError(400, message, headers={"Connection": "close"}) from error
     return body
 
 
@@ -297,7 +302,7 @@ def _not_ready(reason: str) -> ApiError:
 def _word_bad_http(record: logging.LogRecord) -> bool:
     """What is no HTTP is the client's mistake: a line, not the traceback that aiohttp logs."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
+    if isinstance(error, HttpProcessingError | web.RequestPayloadError):
         record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
         record.msg, record.exc_info = f"{record.getMessage()}: {error!r}", None
         record.args = ()

@@ -297,3 +297,16 @@ def test_36_only_the_first_attempt_speaks_of_the_prompt() -> None:
     assert story.started("P1", cached_tokens=8) == ["D1 Allocate forward 0+11"]
     assert story.life.cached_tokens == 0
     assert story.output("P1", 1, "length") == ["deliver tokens", "P1 has 11"]
+
+
+def test_37_a_hung_p_does_not_keep_d_s_memory() -> None:
+    story = Story().until_return()
+    assert story.silent("P0") == ["P0 Cancel back", "P0 Abort", "D0 Abort", "ended"]
+    assert story.allocated("P0", "back", 2, 1) == []
+
+
+def test_37_what_d_is_sending_ends_by_itself() -> None:
+    story = Story().until_return()
+    story.allocated("P0", "back", 2, 1)
+    assert story.silent("P0") == story.silent("D0") == []
+    assert story.sent("D0", "back", 1) == ["P0 Commit back 100"]

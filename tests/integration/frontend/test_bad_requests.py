@@ -109,6 +109,19 @@ async def test_malformed_json(server: Server, data: bytes, message: str) -> None
             assert message in (await response.json())["error"]["message"]
 
 
+async def test_a_body_that_is_not_encoded_as_it_says(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    for path in (CHAT, COMPLETION, "/tokenize", "/detokenize"):
+        async with server.http.post(
+            f"{server.url}{path}", data=b"plain", headers=headers
+        ) as response:
+            assert response.status == 400
+            assert "Content-Encoding: gzip" in (await response.json())["error"]["message"]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize"])
 async def test_unknown_model(server: Server, path: str) -> None:
     body = {"model": "nope", "messages": USER, "prompt": "x", "tokens": [1]}
