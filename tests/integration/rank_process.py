@@ -59,9 +59,8 @@ def be_rank(host: hosts.RankedKvHost, rank: int) -> None:
     signal.pause()
 
 
-def serve(host: hosts.RankedKvHost, geometry: Geometry) -> None:
+def serve(host: hosts.RankedKvHost, geometry: Geometry, tier: DramTier) -> None:
     choice = LinkChoice(geometry, host.addresses, host.open_lanes)
-    tier = DramTier(host.open_dram(NUM_SLOTS * TP * geometry.block_bytes))
     for line in sys.stdin:
         match line.split():
             case ["out", ids]:
@@ -111,13 +110,14 @@ def run() -> None:
     for rank in ranks:
         rank.start()
     geometry = host.settle()
+    tier = DramTier(host.open_dram(NUM_SLOTS * TP * geometry.block_bytes))
     about = {
         "geometry": msgspec.to_builtins(geometry),
         "addresses": host.addresses,
         "pids": [rank.pid for rank in ranks],
     }
     print(json.dumps(about), flush=True)
-    serve(host, geometry)
+    serve(host, geometry, tier)
     host.stop()
     for rank in ranks:
         rank.kill()
