@@ -40,8 +40,8 @@ class NcclSettings(msgspec.Struct, frozen=True):
     edge_bytes: int = EDGE_BYTES
     pieces: Pieces = Pieces.STAGED
     chunks_ahead: int = 16
-    """Queued on the stream at most: more than the engine's thread can hold this one up for, and
-    few enough for a stream's queue."""
+    """Launches under way at most: enough for any prompt's chunks, few enough for a stream's
+    queue."""
     open_s: float = 20.0
     """For connecting, making the communicator and warming it up: a few seconds on a busy host."""
     stall_s: float = 10.0
