@@ -117,6 +117,8 @@ class SimulatedWorker:
         self._ended: list[Run] = []
         self._inbox: deque[AnyCommand] = deque()
         self._step: Step | None = None
+        self._is_starved = False
+        """Its requests found no block when a step was planned last."""
         self._is_turn_due = False
         self._alarm: float | None = None
         """When it wakes up for a deadline."""
@@ -144,7 +146,9 @@ class SimulatedWorker:
         while self._inbox:
             self._serve(self._inbox.popleft())
         self.transfers.poll()
-        self.transfers.reserve_waiting()
+        if self._step is None:
+            self._is_starved &= self.engine.is_busy
+            self.transfers.reserve_waiting(engine_starves=self._is_starved)
         self.transfers.expire()
         if self._step is None:
             self._begin_step()
@@ -165,6 +169,7 @@ class SimulatedWorker:
         if step is None and self.transfers.relax():
             step = self.engine.plan()
         self._step = step
+        self._is_starved = step is None
         if step is None:
             return
         self._queue.at(step.end, partial(self._end_step, step, step.num_steps))

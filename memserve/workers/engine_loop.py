@@ -130,8 +130,7 @@ class EngineLoop:
             self._serve_all()
             self._early.between_steps()
             self._is_starved &= self._engine.is_busy
-            if not self._is_starved:
-                self._transfers.reserve_waiting()
+            self._transfers.reserve_waiting(engine_starves=self._is_starved)
             rests = self._is_starved or not self._engine.is_busy
             self._move_kv(Pace.FREE if rests else Pace.BETWEEN_STEPS)
             was_busy = self._engine.is_busy

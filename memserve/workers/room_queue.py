@@ -49,17 +49,20 @@ class RoomQueue:
         """The end of the queue; those that have room are served at once, unless held back."""
         self._waiting[command.transfer_id] = _Waiting(command, path)
         self._mempool.renew(_owner(command.transfer_id), command.patience_s)
-        if not self._is_held_back:
-            self.serve()
+        self._reserve_first()
 
     def hold_back(self) -> None:
         """Until the next `serve`, all wait."""
         self._is_held_back = True
 
-    def serve(self) -> None:
-        """Reserve for the first ones, as far as there is room."""
-        self._is_held_back = False
-        while self._waiting:
+    def serve(self, *, engine_starves: bool) -> None:
+        """Reserve for the first ones, as far as there is room; while the engine starves for nobody,
+        nor for those that are added until the next call."""
+        self._is_held_back = engine_starves
+        self._reserve_first()
+
+    def _reserve_first(self) -> None:
+        while self._waiting and not self._is_held_back:
             first = next(iter(self._waiting.values()))
             if self._reserve(first.command, first.path) is not None:
                 return

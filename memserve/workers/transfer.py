@@ -290,12 +290,12 @@ class Transfers:
         """Let the links go on. Emits Sent and TransmitFailed for what has ended."""
         self.sender.poll()
 
-    def reserve_waiting(self) -> None:
+    def reserve_waiting(self, *, engine_starves: bool) -> None:
         """Reserve for those that wait, as far as there is room. Emits Allocated.
 
-        Once a step, for it matches a whole prompt; not while the engine starves.
+        Once a step, for it matches a whole prompt. Nobody gets any while the engine starves.
         """
-        self._waiting.serve()
+        self._waiting.serve(engine_starves=engine_starves)
 
     @property
     def num_layers(self) -> int:

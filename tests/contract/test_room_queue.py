@@ -55,10 +55,10 @@ def allocated(node: Node) -> list[str]:
 
 def test_it_waits_until_there_is_room(node: Node) -> None:
     wait_behind_a_busy_engine(node, (A, 3))
-    node.transfers.reserve_waiting()
+    node.transfers.reserve_waiting(engine_starves=False)
     assert node.take() == [] and node.mempool.holders() == []
     node.engine.finish(BUSY)
-    node.transfers.reserve_waiting()
+    node.transfers.reserve_waiting(engine_starves=False)
     event = node.only(Allocated)
     assert len(event.block_ids) == 3
     node.transfers.commit(commit(A, 3))
@@ -72,17 +72,17 @@ def test_what_came_meanwhile_is_a_hit(node: Node) -> None:
     node.engine.finish(BUSY)
     node.compute(B, prompt(12, seed=3))
     node.end(B, prompt(12, seed=3), hold=False)
-    node.transfers.reserve_waiting()
+    node.transfers.reserve_waiting(engine_starves=False)
     event = node.only(Allocated)
     assert (event.hit_blocks, event.block_ids) == (3, [])
 
 
 def test_nobody_overtakes(node: Node) -> None:
     wait_behind_a_busy_engine(node, (A, 6), (B, 1))
-    node.transfers.reserve_waiting()
+    node.transfers.reserve_waiting(engine_starves=False)
     assert node.take() == []  # B would have room
     node.engine.finish(BUSY)
-    node.transfers.reserve_waiting()
+    node.transfers.reserve_waiting(engine_starves=False)
     assert allocated(node) == ["a", "b"]
 
 
@@ -96,14 +96,14 @@ def test_patience_ends(node: Node) -> None:
     assert first.reason == "no room within 5 s"
     assert node.transfers.next_deadline() is None and node.mempool.holders() == []
     node.engine.finish(BUSY)
-    node.transfers.reserve_waiting()
+    node.transfers.reserve_waiting(engine_starves=False)
     assert node.take() == []
 
 
 def test_a_cancel_ends_the_waiting_and_lets_the_next_one_come(node: Node) -> None:
     wait_behind_a_busy_engine(node, (A, 3), (B, 1))
     node.transfers.cancel(cancel(A))
-    node.transfers.reserve_waiting()
+    node.transfers.reserve_waiting(engine_starves=False)
     assert allocated(node) == ["b"]
 
 
@@ -122,10 +122,10 @@ def test_room_is_left_for_what_the_others_generate(node: Node) -> None:
     node.take()
     node.compute(A, [*prompt(24, seed=1), 1])
     node.transfers.scheduled(A)
-    node.transfers.reserve_waiting()
+    node.transfers.reserve_waiting(engine_starves=False)
     assert node.take() == []  # it runs, and may still need them
     node.abort(A)
-    node.transfers.reserve_waiting()
+    node.transfers.reserve_waiting(engine_starves=False)
     assert allocated(node) == ["b"]
 
 
@@ -134,7 +134,7 @@ def test_a_cancelled_reservation_needs_no_room_any_more(node: Node) -> None:
     node.transfers.allocate(ask(B), prompt(4, seed=2))
     assert allocated(node) == ["a"]
     node.transfers.cancel(cancel(A))
-    node.transfers.reserve_waiting()
+    node.transfers.reserve_waiting(engine_starves=False)
     assert allocated(node) == ["b"]
 
 
