@@ -11,8 +11,9 @@ what an event means for the request is an `Outcome`. A move that was ordered, an
 no more, is *abandoned*: the request goes on without it, but its reservation may not be freed while
 the sender may be writing. So it is kept aside until the sender has answered, or is lost.
 
-Collaborator: `lifecycle.py` decides what is moved when, and what follows an outcome. Everything
-here only returns what is to be sent. The paper: section 4.2.
+Collaborators: `lifecycle.py` decides what is moved when, and what follows an outcome; `told.py`
+knows which tokens the receiver has been told. Everything here only returns what is to be sent. The
+paper: section 4.2.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ import enum
 
 import msgspec
 
-from memserve.core.vocabulary import Action, Note, RequestSpec, Seat, Send, TransferEvent
+from memserve.core.told import Told
+from memserve.core.vocabulary import (
+    Action,
+    Limits,
+    Note,
+    Plan,
+    RequestSpec,
+    Seat,
+    Send,
+    TransferEvent,
+)
 from memserve.messages import (
     Allocate,
     Allocated,
@@ -83,11 +94,13 @@ class Transfer(msgspec.Struct):
     state: TransferState = TransferState.ASKED
 
 
-class Transfers:
+class RequestTransfers:
     """Of one request: the open one, and those that were abandoned."""
 
-    def __init__(self, spec: RequestSpec) -> None:
+    def __init__(self, spec: RequestSpec, limits: Limits, told: Told) -> None:
         self._spec = spec
+        self._limits = limits
+        self._told = told
         self.open: Transfer | None = None
         self._abandoned: dict[TransferId, Transfer] = {}
         """Whose sender was told to stop, and has not answered; of any attempt."""
@@ -110,26 +123,53 @@ class Transfers:
 
     # ── the plain course ──────────────────────────────────────────────────────────────────────
 
-    def ask(
+    def fetch(self, plan: Plan, attempt: int, token_ids: list[int]) -> Send:
+        """P is to reserve blocks for what another instance's history holds of these tokens."""
+        assert plan.fetch is not None
+        source, deadline_s = plan.fetch.source, plan.fetch.deadline_s
+        history = History(self._spec.namespace, token_ids)
+        return self._ask(
+            Direction.FETCH, source, plan.first, attempt, token_ids, deadline_s, history=history
+        )
+
+    def forward(self, plan: Plan, attempt: int, token_ids: list[int]) -> Send:
+        """D is to reserve blocks for the KV that P computes. It may wait for room: it decodes."""
+        assert plan.decode is not None
+        return self._ask(
+            Direction.FORWARD,
+            plan.first,
+            plan.decode,
+            attempt,
+            token_ids,
+            self._limits.reservation_s,
+            is_private=plan.decode_is_private,
+            patience_s=self._limits.room_wait_s,
+            expected_tokens=plan.expected_tokens,
+        )
+
+    def back(self, plan: Plan, attempt: int, token_ids: list[int]) -> Send:
+        """P is to reserve blocks for what it lacks of the KV that D holds of these tokens."""
+        deadline_s = self._limits.reservation_s
+        return self._ask(Direction.BACK, plan.last, plan.first, attempt, token_ids, deadline_s)
+
+    def _ask(
         self,
         direction: Direction,
         sender: Seat,
         receiver: Seat,
         attempt: int,
-        *,
-        known_tokens: int,
         token_ids: list[int],
-        is_private: bool,
         deadline_s: float,
+        *,
+        history: History | None = None,
+        is_private: bool = False,
         patience_s: float = 0.0,
         expected_tokens: int = 0,
     ) -> Send:
-        """Let the receiver reserve blocks for these tokens, of which it was told the first ones."""
         assert self.open is None
         id = TransferId(f"{self._spec.id}/{direction.value}/{attempt}")
-        is_fetch = direction is Direction.FETCH
-        history = History(self._spec.namespace, token_ids) if is_fetch else None
         self.open = Transfer(id, direction, sender, receiver, history)
+        known_tokens = self._told.tell(receiver, len(token_ids))
         command = Allocate(
             epoch=receiver.epoch,
             transfer_id=id,

@@ -38,7 +38,7 @@ import enum
 import msgspec
 
 from memserve.core.delivery import Delivery
-from memserve.core.kv_transfer import Outcome, Transfer, Transfers
+from memserve.core.kv_transfer import Outcome, RequestTransfers, Transfer
 from memserve.core.told import Told
 from memserve.core.vocabulary import (
     Action,
@@ -58,7 +58,6 @@ from memserve.core.vocabulary import (
     Plan,
     RequestSpec,
     Seat,
-    Send,
     StopSeen,
     TransferEvent,
 )
@@ -114,7 +113,7 @@ class RequestLifecycle:
         """D got no KV, and computes the prompt itself at the moment."""
         self._limits = limits
         self._told = Told(spec)
-        self._transfers = Transfers(spec)
+        self._transfers = RequestTransfers(spec, limits, self._told)
         self._prompt_attempt: int | None = None
         """The attempt that speaks of the prompt to the client; a later one would repeat it, and
         take generated tokens for a part of the prompt."""
@@ -149,7 +148,7 @@ class RequestLifecycle:
     def give_up(self, message: str) -> list[Action]:
         """No place was found. Only while UNPLACED."""
         assert self.phase is Phase.UNPLACED, self.phase
-        return [*self._fail(message), *self._release_all(), *self._end_if_quiet()]
+        return [*self._fail(message), *self._end_if_quiet()]
 
     def step(self, event: AnyInput) -> list[Action]:
         """Take one event; the actions are to be carried out in order.
@@ -205,24 +204,24 @@ class RequestLifecycle:
 
     def _dispatch(self, event: AnyInput) -> list[Action]:
         match event:
+            case Started() | Finished() | Rejected() if event.attempt != self.attempt:
+                return []
+            case Started():
+                return self._on_started(event)
             case Output():
                 return self._on_output(event.instance, event.output)
-            case Started() if event.attempt == self.attempt:
-                return self._on_started(event)
-            case Finished() if event.attempt == self.attempt:
+            case Finished():
                 return self._on_finished(event)
-            case Rejected() if event.attempt == self.attempt:
-                return self._on_rejected(event)
-            case ClientCancelled():
-                return self._on_cancelled()
             case StopSeen():
                 return self._on_stop_seen()
+            case ClientCancelled():
+                return self._on_cancelled()
+            case Rejected():
+                return self._on_rejected(event)
             case InstanceLost():
                 return self._on_instance_lost(event.seat)
             case InstanceSilent():
                 return self._on_instance_silent(event.seat)
-            case Started() | Finished() | Rejected():
-                return []
         return self._on_transfer_event(event)
 
     # ── to the first token, on P ──────────────────────────────────────────────────────────────
@@ -235,7 +234,7 @@ class RequestLifecycle:
         assert 0 < num_tokens <= self.num_tokens and not num_tokens % self._limits.block_size
         note = Note("fetching", source.instance, {"tokens": num_tokens})
         token_ids = self.token_ids[:num_tokens]
-        return [note, self._ask(Direction.FETCH, source, plan.first, token_ids, fetch.deadline_s)]
+        return [note, self._transfers.fetch(plan, self.attempt, token_ids)]
 
     def _prefill(self, plan: Plan) -> list[Action]:
         """P computes what it does not hold of the prompt."""
@@ -254,14 +253,14 @@ class RequestLifecycle:
             self.cached_tokens = event.cached_tokens
         if plan.decode is None or plan.decode in self._told:  # whole, or asked before
             return [note]
-        return [note, self._ask(Direction.FORWARD, plan.first, plan.decode, self.token_ids)]
+        return [note, self._transfers.forward(plan, self.attempt, self.token_ids)]
 
     def _on_output(self, instance: InstanceId, output: TokenOutput) -> list[Action]:
         plan = self._running_plan()
         if plan is None or output.attempt != self.attempt:
             return []
         if output.finish_reason in ("error", "abort"):
-            return [*self._fail(f"instance {instance} gave up the request"), *self._release_all()]
+            return self._fail(f"instance {instance} gave up the request")
         if self.phase is Phase.PREFILL and instance == plan.first.instance:
             return self._on_prefill_output(plan, output)
         if self.phase is Phase.DECODE and instance == plan.last.instance:
@@ -352,7 +351,7 @@ class RequestLifecycle:
         if not (plan.returns and is_possible and is_new):
             return self._release_all()
         self.phase = Phase.RETURN
-        return [self._ask(Direction.BACK, plan.last, plan.first, self.token_ids[:full_tokens])]
+        return [self._transfers.back(plan, self.attempt, self.token_ids[:full_tokens])]
 
     def _release_all(self) -> list[Action]:
         """Everybody forgets the request; an open transfer ends as its state allows."""
@@ -366,29 +365,6 @@ class RequestLifecycle:
         return [Ended()]
 
     # ── transfers ─────────────────────────────────────────────────────────────────────────────
-
-    def _ask(
-        self,
-        direction: Direction,
-        sender: Seat,
-        receiver: Seat,
-        token_ids: list[int],
-        deadline_s: float | None = None,
-    ) -> Send:
-        assert self.plan is not None
-        return self._transfers.ask(
-            direction,
-            sender,
-            receiver,
-            self.attempt,
-            known_tokens=self._told.tell(receiver, len(token_ids)),
-            token_ids=token_ids,
-            is_private=direction is Direction.FORWARD and self.plan.decode_is_private,
-            deadline_s=self._limits.reservation_s if deadline_s is None else deadline_s,
-            # Only what D runs on is worth waiting for.
-            patience_s=self._limits.room_wait_s if direction is Direction.FORWARD else 0.0,
-            expected_tokens=self.plan.expected_tokens if direction is Direction.FORWARD else 0,
-        )
 
     def _on_transfer_event(self, event: TransferEvent) -> list[Action]:
         transfer = self._transfers.open
@@ -450,7 +426,7 @@ class RequestLifecycle:
     def _on_rejected(self, event: Rejected) -> list[Action]:
         if self.plan is None or self.plan.seat_on(event.instance) not in self._told:
             return []
-        return [*self._fail(event.message), *self._release_all()]
+        return self._fail(event.message)
 
     def _on_instance_lost(self, seat: Seat) -> list[Action]:
         self._told.lost(seat)
@@ -475,9 +451,9 @@ class RequestLifecycle:
     def _place_again(self, lost: Seat) -> list[Action]:
         reason = f"instance {lost.instance} was lost"
         if self.attempt >= self._limits.max_attempts:
-            return [*self._fail(f"{reason}, at attempt {self.attempt}"), *self._release_all()]
+            return self._fail(f"{reason}, at attempt {self.attempt}")
         if self.spec.resample and self.generated:
-            return [*self._fail(f"{reason} in mid-generation"), *self._release_all()]
+            return self._fail(f"{reason} in mid-generation")
         return self._unplace(Note("lost", lost.instance), reason)
 
     def _on_instance_silent(self, seat: Seat) -> list[Action]:
@@ -506,10 +482,10 @@ class RequestLifecycle:
         return [*actions, note, PlaceAgain(reason)]
 
     def _fail(self, message: str) -> list[Action]:
-        if self.is_client_done:
-            return []
+        """The client gets an error, if it still waits; everybody forgets the request."""
+        told_client: list[Action] = [] if self.is_client_done else [Fail(message)]
         self.is_client_done = True
-        return [Fail(message)]
+        return [*told_client, *self._release_all()]
 
     # ── small helpers ─────────────────────────────────────────────────────────────────────────
 

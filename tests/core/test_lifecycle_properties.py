@@ -14,13 +14,14 @@ import copy
 import dataclasses
 import random
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memserve.core.kv_transfer import RequestTransfers
 from memserve.core.lifecycle import Phase, RequestLifecycle
+from memserve.core.told import Told
 from memserve.core.vocabulary import (
     Action,
     AnyInput,
@@ -499,9 +500,11 @@ def _copied(lifecycle: RequestLifecycle) -> RequestLifecycle:
     return copy.deepcopy(lifecycle, {id(part): part for part in shared})
 
 
-def _state(lifecycle: RequestLifecycle) -> dict[str, Any]:
-    state = vars(lifecycle)
-    return state | {part: vars(state[part]) for part in ("_told", "_transfers")}
+def _state(part: object) -> object:
+    """What can be compared: a lifecycle and its parts by what they hold."""
+    if isinstance(part, RequestLifecycle | RequestTransfers | Told):
+        return {name: _state(value) for name, value in vars(part).items()}
+    return part
 
 
 def _request_of(event: AnyEvent) -> RequestId:
