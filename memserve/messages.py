@@ -1,9 +1,9 @@
 """Everything that crosses the control channel between the orchestrator and the workers.
 
-Commands (hub → worker) are verbs; events (worker → hub) are in the past tense. Each is a frozen,
-tagged `msgspec.Struct`; nothing is pickled and no tensor travels here. Both directions are ordered
-and reliable for the life of a worker (a Unix socket; `frames.py`). The first frame of a worker is
-its `Greeting`.
+Commands (hub → worker) are verbs; events (worker → hub) are in the past tense, and stand below
+beside what they answer. Each is a frozen, tagged `msgspec.Struct`; nothing is pickled and no tensor
+travels here. Both directions are ordered and reliable for the life of a worker (a Unix socket;
+`frames.py`). The first frame of a worker is its `Greeting`.
 
 Life of a split request, with context caching (`transfer` names the direction)::
 
@@ -46,7 +46,7 @@ its epoch and ignores commands of another; the hub ignores events of an earlier 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -64,7 +64,17 @@ class Command(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     epoch: int
 
 
-class Prefill(Command, frozen=True, tag=True):
+class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of what a worker tells the hub."""
+
+    instance: InstanceId
+    epoch: int
+
+
+# ── a request ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Prefill(Command, frozen=True):
     """Compute the prompt and sample one token; the KV stays pinned for a `Transmit` if `hold`.
 
     `whole`: run the request to its end here (colocated, or a request of one token).
@@ -88,7 +98,90 @@ class Prefill(Command, frozen=True, tag=True):
     """How many of the last prompt tokens were generated in an earlier attempt (see `Decode`)."""
 
 
-class Allocate(Command, frozen=True, tag=True):
+class Decode(Command, frozen=True):
+    """Generate, with the prompt and the tokens generated elsewhere as the prompt.
+
+    `known_tokens` as in `Allocate`, followed by `token_ids`. The last `num_generated` tokens of the
+    result were generated before (on P, or in an earlier attempt): they count against the token
+    limits of the request.
+    """
+
+    request_id: RequestId
+    attempt: int
+    request: bytes
+    known_tokens: int
+    token_ids: list[int]
+    num_generated: int
+    hold: bool
+    """Keep the KV pinned at the end, for a `Transmit` back to P."""
+    is_private: bool
+
+
+class Started(Event, frozen=True):
+    """The engine scheduled the request for the first time: its prefill runs now."""
+
+    request_id: RequestId
+    attempt: int
+    cached_tokens: int
+    """Prompt tokens found in the cache."""
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What one step made for one request; the details are in `Tokens.payload`."""
+
+    request_id: RequestId
+    attempt: int
+    token_ids: list[int]
+    finish_reason: str | None
+    """vLLM's: stop, length, abort, error, repetition."""
+
+
+class Tokens(Event, frozen=True):
+    """The outputs of one engine step."""
+
+    outputs: list[TokenOutput]
+    payload: bytes
+    """vLLM's `EngineCoreOutputs` of the same step, same order."""
+
+
+class Finished(Event, frozen=True):
+    """A `Prefill` or `Decode` has ended here. Follows the `Tokens` with its finish reason.
+
+    `held_tokens`: how many tokens' KV stays pinned (0 if `hold` was not asked for).
+    """
+
+    request_id: RequestId
+    attempt: int
+    held_tokens: int
+
+
+class Rejected(Event, frozen=True):
+    """The engine could not take the request (a fault, or a request the front end let through).
+
+    What was known and pinned of it here stays until `Abort`.
+    """
+
+    request_id: RequestId
+    attempt: int
+    message: str
+
+
+class Abort(Command, frozen=True):
+    """Forget the request: stop running it, cancel its `Transmit`, drop its pins and its tokens.
+
+    With `hold` it only ends here as if it had finished (a stop string was seen): its KV stays
+    pinned, and `Finished` answers. Unknown requests are ignored (but answered if `hold`).
+    Reservations are not touched: they end by `Commit` or `Cancel`.
+    """
+
+    request_id: RequestId
+    hold: bool = False
+
+
+# ── one move of KV: allocate → transmit → commit ──────────────────────────────────────────────
+
+
+class Allocate(Command, frozen=True):
     """Match the tokens, pin what is there, and reserve blocks for the full blocks that are missing.
 
     The tokens are those the worker already knows of this request (`known_tokens` of them; all of
@@ -109,6 +202,32 @@ class Allocate(Command, frozen=True, tag=True):
     """That the request will probably generate here: those that may wait leave room for them."""
 
 
+class Allocated(Event, frozen=True):
+    """Blocks are reserved; the sender may write them from now on."""
+
+    transfer_id: TransferId
+    hit_blocks: int
+    """Full blocks that this worker had already."""
+    block_ids: list[BlockId]
+    """For the full blocks after those."""
+
+
+class Refused(Event, frozen=True):
+    """No room for the reservation; no block is held. The tokens stay known until `Abort`."""
+
+    transfer_id: TransferId
+    reason: str
+
+
+class Expired(Event, frozen=True):
+    """The reservation's deadline passed. Its blocks are quarantined until `Cancel` or `Commit`.
+
+    Said again after each further `deadline_s`, until one of them comes.
+    """
+
+    transfer_id: TransferId
+
+
 class History(msgspec.Struct, frozen=True):
     """Tokens (full blocks) whose KV an instance is believed to hold in its index."""
 
@@ -116,7 +235,7 @@ class History(msgspec.Struct, frozen=True):
     token_ids: list[int]
 
 
-class Transmit(Command, frozen=True, tag=True):
+class Transmit(Command, frozen=True):
     """Write the request's blocks from index `first_block` on into the peer's `block_ids`.
 
     Done as soon as the request's KV is complete and pinned here, or in parts, as they get complete
@@ -134,7 +253,23 @@ class Transmit(Command, frozen=True, tag=True):
     does not become so."""
 
 
-class Commit(Command, frozen=True, tag=True):
+class Sent(Event, frozen=True):
+    """All bytes are in the peer's memory, and the link is quiet."""
+
+    transfer_id: TransferId
+    num_blocks: int
+    size_bytes: int
+    seconds: float
+
+
+class TransmitFailed(Event, frozen=True):
+    """Nothing more will be written for this transfer. What was written is worthless."""
+
+    transfer_id: TransferId
+    reason: str
+
+
+class Commit(Command, frozen=True):
     """The sender is done: check the byte count, insert the reserved blocks into the index."""
 
     transfer_id: TransferId
@@ -143,7 +278,21 @@ class Commit(Command, frozen=True, tag=True):
     """Keep the blocks pinned until this worker's `Decode` of the request was scheduled."""
 
 
-class Cancel(Command, frozen=True, tag=True):
+class Inserted(Event, frozen=True):
+    """The blocks are in the index. `num_tokens`: what the prompt tree may now believe."""
+
+    transfer_id: TransferId
+    num_tokens: int
+
+
+class InsertFailed(Event, frozen=True):
+    """The bytes did not match what was promised, or the reservation is unknown; it is freed."""
+
+    transfer_id: TransferId
+    reason: str
+
+
+class Cancel(Command, frozen=True):
     """To the receiver: free the reservation, the link is quiet. To the sender: stop sending.
 
     A sender answers a cancelled `Transmit` with `TransmitFailed`, unless it answered before.
@@ -153,78 +302,7 @@ class Cancel(Command, frozen=True, tag=True):
     transfer_id: TransferId
 
 
-class Decode(Command, frozen=True, tag=True):
-    """Generate, with the prompt and the tokens generated elsewhere as the prompt.
-
-    `known_tokens` as in `Allocate`, followed by `token_ids`. The last `num_generated` tokens of the
-    result were generated before (on P, or in an earlier attempt): they count against the token
-    limits of the request.
-    """
-
-    request_id: RequestId
-    attempt: int
-    request: bytes
-    known_tokens: int
-    token_ids: list[int]
-    num_generated: int
-    hold: bool
-    """Keep the KV pinned at the end, for a `Transmit` back to P."""
-    is_private: bool
-
-
-class Abort(Command, frozen=True, tag=True):
-    """Forget the request: stop running it, cancel its `Transmit`, drop its pins and its tokens.
-
-    With `hold` it only ends here as if it had finished (a stop string was seen): its KV stays
-    pinned, and `Finished` answers. Unknown requests are ignored (but answered if `hold`).
-    Reservations are not touched: they end by `Commit` or `Cancel`.
-    """
-
-    request_id: RequestId
-    hold: bool = False
-
-
-class PeerJoined(Command, frozen=True, tag=True):
-    """Open (and warm) a link to this peer; answered by `LinkReady`."""
-
-    peer: InstanceId
-    peer_epoch: int
-    geometry: Geometry
-    """Of its rank 0; the others' differ in `tp_rank` alone."""
-    addresses: dict[str, tuple[str, ...]]
-    """Link kind → where the memory of each of the peer's ranks is."""
-
-
-class PeerLost(Command, frozen=True, tag=True):
-    """The peer's process is gone: close the link, fail what was being sent to it."""
-
-    peer: InstanceId
-    peer_epoch: int
-
-
-class Audit(Command, frozen=True, tag=True):
-    """Check the pool's accounting; answered by `Audited`."""
-
-    audit_id: int
-
-
-class ResetCache(Command, frozen=True, tag=True):
-    """Drop all historical KV that nobody holds."""
-
-
-class SendSnapshot(Command, frozen=True, tag=True):
-    """Describe the whole index; answered by `CacheSnapshot`s."""
-
-
-class Stop(Command, frozen=True, tag=True):
-    """End the process now, in order."""
-
-
-class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Base of what a worker tells the hub."""
-
-    instance: InstanceId
-    epoch: int
+# ── an instance: its start, its health, its links ─────────────────────────────────────────────
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -270,7 +348,7 @@ class PoolStats(msgspec.Struct, frozen=True):
     """Seconds of the loop's turns that had a step, with all that is done besides."""
 
 
-class Ready(Event, frozen=True, tag=True):
+class Ready(Event, frozen=True):
     """The worker is up and its engine can serve."""
 
     protocol: int
@@ -283,124 +361,30 @@ class Ready(Event, frozen=True, tag=True):
     """Where the time went, by phase."""
 
 
-class StartFailed(Event, frozen=True, tag=True):
+class StartFailed(Event, frozen=True):
     """The engine could not be built; the process ends after this."""
 
     message: str
 
 
-class Heartbeat(Event, frozen=True, tag=True):
+class Heartbeat(Event, frozen=True):
     """Sent at an interval, and when the engine falls idle."""
 
     stats: PoolStats
 
 
-class Started(Event, frozen=True, tag=True):
-    """The engine scheduled the request for the first time: its prefill runs now."""
+class PeerJoined(Command, frozen=True):
+    """Open (and warm) a link to this peer; answered by `LinkReady`."""
 
-    request_id: RequestId
-    attempt: int
-    cached_tokens: int
-    """Prompt tokens found in the cache."""
-
-
-class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one step made for one request; the details are in `Tokens.payload`."""
-
-    request_id: RequestId
-    attempt: int
-    token_ids: list[int]
-    finish_reason: str | None
-    """vLLM's: stop, length, abort, error, repetition."""
+    peer: InstanceId
+    peer_epoch: int
+    geometry: Geometry
+    """Of its rank 0; the others' differ in `tp_rank` alone."""
+    addresses: dict[str, tuple[str, ...]]
+    """Link kind → where the memory of each of the peer's ranks is."""
 
 
-class Tokens(Event, frozen=True, tag=True):
-    """The outputs of one engine step."""
-
-    outputs: list[TokenOutput]
-    payload: bytes
-    """vLLM's `EngineCoreOutputs` of the same step, same order."""
-
-
-class Finished(Event, frozen=True, tag=True):
-    """A `Prefill` or `Decode` has ended here. Follows the `Tokens` with its finish reason.
-
-    `held_tokens`: how many tokens' KV stays pinned (0 if `hold` was not asked for).
-    """
-
-    request_id: RequestId
-    attempt: int
-    held_tokens: int
-
-
-class Rejected(Event, frozen=True, tag=True):
-    """The engine could not take the request (a fault, or a request the front end let through).
-
-    What was known and pinned of it here stays until `Abort`.
-    """
-
-    request_id: RequestId
-    attempt: int
-    message: str
-
-
-class Allocated(Event, frozen=True, tag=True):
-    """Blocks are reserved; the sender may write them from now on."""
-
-    transfer_id: TransferId
-    hit_blocks: int
-    """Full blocks that this worker had already."""
-    block_ids: list[BlockId]
-    """For the full blocks after those."""
-
-
-class Refused(Event, frozen=True, tag=True):
-    """No room for the reservation; no block is held. The tokens stay known until `Abort`."""
-
-    transfer_id: TransferId
-    reason: str
-
-
-class Expired(Event, frozen=True, tag=True):
-    """The reservation's deadline passed. Its blocks are quarantined until `Cancel` or `Commit`.
-
-    Said again after each further `deadline_s`, until one of them comes.
-    """
-
-    transfer_id: TransferId
-
-
-class Sent(Event, frozen=True, tag=True):
-    """All bytes are in the peer's memory, and the link is quiet."""
-
-    transfer_id: TransferId
-    num_blocks: int
-    size_bytes: int
-    seconds: float
-
-
-class TransmitFailed(Event, frozen=True, tag=True):
-    """Nothing more will be written for this transfer. What was written is worthless."""
-
-    transfer_id: TransferId
-    reason: str
-
-
-class Inserted(Event, frozen=True, tag=True):
-    """The blocks are in the index. `num_tokens`: what the prompt tree may now believe."""
-
-    transfer_id: TransferId
-    num_tokens: int
-
-
-class InsertFailed(Event, frozen=True, tag=True):
-    """The bytes did not match what was promised, or the reservation is unknown; it is freed."""
-
-    transfer_id: TransferId
-    reason: str
-
-
-class LinkReady(Event, frozen=True, tag=True):
+class LinkReady(Event, frozen=True):
     """The link to the peer is open, or cannot be (`error`)."""
 
     peer: InstanceId
@@ -409,7 +393,21 @@ class LinkReady(Event, frozen=True, tag=True):
     error: str | None = None
 
 
-class CacheChanged(Event, frozen=True, tag=True):
+class PeerLost(Command, frozen=True):
+    """The peer's process is gone: close the link, fail what was being sent to it."""
+
+    peer: InstanceId
+    peer_epoch: int
+
+
+class Stop(Command, frozen=True):
+    """End the process now, in order."""
+
+
+# ── its index and its pool ────────────────────────────────────────────────────────────────────
+
+
+class CacheChanged(Event, frozen=True):
     """What one step changed in the index, in order.
 
     `sequence` counts these events from 1 in each life of the instance: a gap means that some were
@@ -420,7 +418,11 @@ class CacheChanged(Event, frozen=True, tag=True):
     changes: list[changes.AnyChange]
 
 
-class CacheSnapshot(Event, frozen=True, tag=True):
+class SendSnapshot(Command, frozen=True):
+    """Describe the whole index; answered by `CacheSnapshot`s."""
+
+
+class CacheSnapshot(Event, frozen=True):
     """A part of the whole index, as it is after the `CacheChanged` of this sequence number.
 
     Parents come before their children. The parts follow each other without anything between them.
@@ -431,7 +433,17 @@ class CacheSnapshot(Event, frozen=True, tag=True):
     is_last: bool
 
 
-class Audited(Event, frozen=True, tag=True):
+class ResetCache(Command, frozen=True):
+    """Drop all historical KV that nobody holds."""
+
+
+class Audit(Command, frozen=True):
+    """Check the pool's accounting; answered by `Audited`."""
+
+    audit_id: int
+
+
+class Audited(Event, frozen=True):
     """The pool's accounting. `problems` is empty when every block has exactly one owner."""
 
     audit_id: int
@@ -441,26 +453,25 @@ class Audited(Event, frozen=True, tag=True):
     """Who holds what now: requests, pins, reservations. Empty on an idle worker."""
 
 
+# ── all of them, as bytes ─────────────────────────────────────────────────────────────────────
+
 AnyCommand: TypeAlias = (
     Prefill
+    | Decode
+    | Abort
     | Allocate
     | Transmit
     | Commit
     | Cancel
-    | Decode
-    | Abort
     | PeerJoined
     | PeerLost
-    | Audit
-    | ResetCache
-    | SendSnapshot
     | Stop
+    | SendSnapshot
+    | ResetCache
+    | Audit
 )
 AnyEvent: TypeAlias = (
-    Ready
-    | StartFailed
-    | Heartbeat
-    | Started
+    Started
     | Tokens
     | Finished
     | Rejected
@@ -471,16 +482,20 @@ AnyEvent: TypeAlias = (
     | TransmitFailed
     | Inserted
     | InsertFailed
+    | Ready
+    | StartFailed
+    | Heartbeat
     | LinkReady
     | CacheChanged
     | CacheSnapshot
     | Audited
 )
 
+_T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
-_greeting_decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
-_command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
-_event_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
+_greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
+_commands: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
+_events: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
 
 
 def encode(message: AnyCommand | AnyEvent | Greeting) -> bytes:
@@ -490,23 +505,21 @@ def encode(message: AnyCommand | AnyEvent | Greeting) -> bytes:
 
 def decode_greeting(frame: bytes | bytearray) -> Greeting:
     """Raises: ProtocolError."""
-    try:
-        return _greeting_decoder.decode(frame)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"not a greeting: {error}") from error
+    return _decode(_greetings, frame, "a greeting")
 
 
 def decode_command(frame: bytes | bytearray) -> AnyCommand:
     """Raises: ProtocolError."""
-    try:
-        return _command_decoder.decode(frame)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"not a command: {error}") from error
+    return _decode(_commands, frame, "a command")
 
 
 def decode_event(frame: bytes | bytearray) -> AnyEvent:
     """Raises: ProtocolError."""
+    return _decode(_events, frame, "an event")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes | bytearray, what: str) -> _T:
     try:
-        return _event_decoder.decode(frame)
+        return decoder.decode(frame)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"not an event: {error}") from error
+        raise ProtocolError(f"not {what}: {error}") from error
