@@ -11,6 +11,7 @@ from memserve.core.cost_model import CostModel
 from memserve.core.delivery import Delivery
 from memserve.core.policy import Fetching, Split
 from memserve.core.profile import ModelShape
+from memserve.core.timeline import Detail
 from memserve.core.vocabulary import RequestSpec, Seat
 from memserve.errors import MemServeError
 from memserve.messages import (
@@ -58,7 +59,10 @@ SETTINGS = SchedulerSettings(
     link="shm",
 )
 
-
+PAIR = {"P0": Role.PREFILL, "D0": Role.DECODE}
+ONE = {"PD0": Role.COLOCATED}
+TWO = ONE | {"PD1": Role.COLOCATED}
+MANY = PAIR | {"P1": Role.PREFILL, "D1": Role.DECODE, "PD0": Role.COLOCATED}
 TICK_S = 0.5
 STATS = PoolStats(
     total_blocks=10_000,
@@ -267,3 +271,17 @@ class Rig:
         for instance, worker in self.workers.items():
             assert worker.holders() == []
             assert self.scheduler.load(instance) == (0, 0)
+
+
+def rig_of(roles: dict[str, Role], **settings: object) -> Rig:
+    """All instances have started."""
+    rig = Rig(roles, **settings)
+    rig.start()
+    return rig
+
+
+def placed_by(rig: Rig, name: str) -> Detail:
+    """Why the request was placed where it was, the last time."""
+    timeline = rig.scheduler.timeline(RequestId(name))
+    assert timeline is not None
+    return [step.detail for step in timeline.steps if step.name == "placed"][-1]
