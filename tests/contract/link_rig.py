@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from memserve.types import Geometry
+from memserve.types import BlockId, Geometry, TransferId
 
 BLOCK_SIZE = 4
 NUM_LAYERS = 3
 PAGE_BYTES = 64
 NUM_BLOCKS = 17
+T1, T2, T3 = TransferId("t1"), TransferId("t2"), TransferId("t3")
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER_SCRIPT = Path(__file__).with_name("peer_process.py")
@@ -39,6 +40,10 @@ def geometry(
         "layer_offsets": tuple(layer * step for layer in range(NUM_LAYERS)),
     }
     return Geometry(**(fields | changes))  # type: ignore[arg-type]
+
+
+def ids(*numbers: int) -> list[BlockId]:
+    return [BlockId(n) for n in numbers]
 
 
 def buffer_bytes(of: Geometry) -> int:

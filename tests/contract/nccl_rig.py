@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -12,15 +15,23 @@ import torch
 from memserve.ops.blocks import library_for
 from memserve.ops.nccl import Fabric, NcclFabric
 from memserve.ops.nccl_pipe import Pieces
-from memserve.types import BlockId, Geometry, Heads, InstanceId
+from memserve.types import Geometry, Heads, InstanceId
 from memserve.workers.links.base import Completion, Link, Rank, RankPeer
-from memserve.workers.links.nccl import NcclEndpoint
+from memserve.workers.links.nccl import NcclEndpoint, NcclLink
 from memserve.workers.links.nccl_fake import FakeFabric, FakeGpu
 from memserve.workers.links.nccl_pipe import CudaGpu, Gpu, gpu_identity
 from memserve.workers.links.nccl_worker import Machinery, NcclSettings
-from tests.contract.link_rig import NUM_LAYERS, PAGE_BYTES
+from tests.contract.link_rig import (
+    NUM_LAYERS,
+    PAGE_BYTES,
+    buffer_bytes,
+    fill_random,
+    geometry,
+    read_block,
+)
 
 DEADLINE_S = 30.0
+SHAPE = geometry()
 CHUNK_BLOCKS = 2
 _BLOCK_BYTES = NUM_LAYERS * PAGE_BYTES
 SETTINGS = NcclSettings(
@@ -65,9 +76,60 @@ class End:
         address = self.endpoint.address
         return RankPeer(self.name, self.epoch, self.shape, address, own_heads, peer_heads)
 
+    def blocks(self, *block_ids: int) -> list[bytes]:
+        """What they hold."""
+        return [read_block(self.memory.numpy(), self.shape, block) for block in block_ids]
+
     def close(self) -> None:
         self.endpoint.close()
         self.fake.close()
+
+
+class EndMaker:
+    """Makes ends of links on fakes, in one run directory; a context.
+
+    At its end they and their links are closed, and must leave no thread and no socket.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._ends: list[End] = []
+        self._links: list[NcclLink] = []
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return Path(self._folder.name)
+
+    def __call__(self, name: str, shape: Geometry = SHAPE, *, seed: int = 0, **options: Any) -> End:
+        """`seed`: of the memory's contents, which are zeros without one; `options`: of `End`."""
+        memory = torch.zeros(buffer_bytes(shape), dtype=torch.int8)
+        if seed:
+            fill_random(memory.numpy(), seed)
+        end = End(name, memory, shape, self.folder, **options)
+        self._ends.append(end)
+        open_link = end.endpoint.open
+
+        def open_and_keep(peer: RankPeer) -> NcclLink:
+            self._links.append(open_link(peer))
+            return self._links[-1]
+
+        end.endpoint.open = open_and_keep  # type: ignore[method-assign]
+        return end
+
+    def __enter__(self) -> EndMaker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._folder:
+            for link in self._links:
+                link.close()
+            for end in self._ends:
+                end.close()
+                assert end.fake.num_joined == end.fake.num_aborted
+                assert end.gpu.num_pipes == 0
+            assert [t.name for t in threading.enumerate() if t.name.startswith("nccl")] == []
+            assert list(self.folder.iterdir()) == []
 
 
 def cuda_end(
@@ -119,7 +181,3 @@ def completions(link: Link, count: int) -> list[Completion]:
     until(are_there, f"{count} transfers should have ended")
     assert len(done) == count
     return done
-
-
-def ids(*numbers: int) -> list[BlockId]:
-    return [BlockId(number) for number in numbers]

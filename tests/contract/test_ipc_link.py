@@ -16,7 +16,7 @@ import torch
 from memserve.errors import StartError, TransferError
 from memserve.messages import PeerJoined
 from memserve.ops.build import BlockCopyLibrary
-from memserve.types import BlockId, Geometry, InstanceId, TransferId, TransferStyle
+from memserve.types import Geometry, InstanceId, TransferStyle
 from memserve.workers.gpu_memory import GpuBuffer, PeerGpuBuffer
 from memserve.workers.links import ipc
 from memserve.workers.links.base import Link, RankPeer
@@ -25,10 +25,9 @@ from memserve.workers.links.fake import FakeLink
 from memserve.workers.links.heads import Route
 from memserve.workers.links.ipc import IpcLink, open_ipc
 from tests.contract.gpu_rig import FakeDevice, FakeOps, FakeStream, Host
-from tests.contract.link_rig import buffer_bytes, fill_random, geometry, read_block
+from tests.contract.link_rig import T1, T2, buffer_bytes, fill_random, geometry, ids, read_block
 
 SHAPE = geometry()
-T1, T2 = TransferId("t1"), TransferId("t2")
 
 
 class Pair:
@@ -63,10 +62,6 @@ class Pair:
 
 def _fill(memory: torch.Tensor, value: int) -> None:
     memory.fill_(value)
-
-
-def ids(*numbers: int) -> list[BlockId]:
-    return [BlockId(n) for n in numbers]
 
 
 # ── the link ──────────────────────────────────────────────────────────────────────────────────
