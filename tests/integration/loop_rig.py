@@ -40,6 +40,7 @@ from memserve.workers.transfer import Transfers
 from tests.contract.link_rig import BLOCK_SIZE, buffer_bytes, geometry
 from tests.contract.swap_rig import CheapSwaps, ManualQueues, make_tier
 from tests.contract.transfer_rig import FakeClock, make_hasher, make_pool, prompt
+from tests.integration import worker_harness
 from tests.integration.worker_harness import request_bytes
 
 ID = RequestId("r")
@@ -332,48 +333,16 @@ class Bench:
         return audited[0]
 
 
-def prefill(tokens: list[int], **changes: Any) -> Prefill:
-    fields: dict[str, Any] = {
-        "epoch": 1,
-        "request_id": ID,
-        "attempt": 1,
-        "request": request_bytes(20),
-        "known_tokens": 0,
-        "token_ids": tokens,
-        "whole": False,
-        "hold": True,
-        "is_private": False,
-    }
-    return Prefill(**{**fields, **changes})
+def prefill(tokens: list[int], request: bytes | None = None, **changes: Any) -> Prefill:
+    return worker_harness.prefill(ID, tokens, request or request_bytes(20), **changes)
 
 
-def decode(tokens: list[int], **changes: Any) -> Decode:
-    fields: dict[str, Any] = {
-        "epoch": 1,
-        "request_id": ID,
-        "attempt": 1,
-        "request": request_bytes(3),
-        "known_tokens": 0,
-        "token_ids": tokens,
-        "num_generated": 1,
-        "hold": False,
-        "is_private": False,
-    }
-    return Decode(**{**fields, **changes})
+def decode(tokens: list[int], request: bytes | None = None, **changes: Any) -> Decode:
+    return worker_harness.decode(ID, tokens, request or request_bytes(3), **changes)
 
 
 def allocate(tokens: list[int], **changes: Any) -> Allocate:
-    fields: dict[str, Any] = {
-        "epoch": 1,
-        "transfer_id": TransferId("t"),
-        "request_id": ID,
-        "known_tokens": 0,
-        "token_ids": tokens,
-        "namespace": Namespace(),
-        "is_private": False,
-        "deadline_s": 30.0,
-    }
-    return Allocate(**{**fields, **changes})
+    return worker_harness.allocate(ID, tokens, **{"transfer_id": TransferId("t"), **changes})
 
 
 def transmit(*block_ids: int) -> Transmit:

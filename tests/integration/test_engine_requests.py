@@ -28,7 +28,7 @@ def params_of(request: EngineCoreRequest) -> SamplingParams:
 
 
 def test_prefill_samples_one_token_whatever_the_client_asked() -> None:
-    """39: limits of the client do not reach P."""
+    """Limits of the client do not reach P."""
     request = front_end_request(
         min_tokens=5, logprobs=2, prompt_logprobs=1, stop_token_ids=[9], logit_bias={3: 1.0}
     )

@@ -1,7 +1,7 @@
 """Real workers without an orchestrator: a zygote, and a hub that tests drive by hand.
 
 `Rig` starts a zygote, forks workers and holds the hub's socket; every wait has a deadline and
-fails with the worker's log. Used by test_worker_process.py and bench/startup.py.
+fails with the worker's log. Used by the tests of worker processes and bench/startup.py.
 """
 
 from __future__ import annotations
@@ -87,6 +87,53 @@ def request_bytes(max_tokens: int = 16, cache_salt: str | None = None, **params:
         data_parallel_rank=None,
     )
     return bytes(MsgpackEncoder(size_threshold=sys.maxsize).encode(request)[0])
+
+
+def prefill(name: str, token_ids: list[int], request: bytes, **changes: Any) -> Prefill:
+    """The command: for D to go on with, unless said otherwise."""
+    fields: dict[str, Any] = {
+        "epoch": 1,
+        "request_id": RequestId(name),
+        "attempt": 1,
+        "request": request,
+        "known_tokens": 0,
+        "token_ids": token_ids,
+        "whole": False,
+        "hold": True,
+        "is_private": False,
+    }
+    return Prefill(**fields | changes)
+
+
+def decode(name: str, token_ids: list[int], request: bytes, **changes: Any) -> Decode:
+    """The command: after one generated token, unless said otherwise."""
+    fields: dict[str, Any] = {
+        "epoch": 1,
+        "request_id": RequestId(name),
+        "attempt": 1,
+        "request": request,
+        "known_tokens": 0,
+        "token_ids": token_ids,
+        "num_generated": 1,
+        "hold": False,
+        "is_private": False,
+    }
+    return Decode(**fields | changes)
+
+
+def allocate(name: str, token_ids: list[int], **changes: Any) -> Allocate:
+    """The command; the transfer is named as the request, unless said otherwise."""
+    fields: dict[str, Any] = {
+        "epoch": 1,
+        "transfer_id": TransferId(name),
+        "request_id": RequestId(name),
+        "known_tokens": 0,
+        "token_ids": token_ids,
+        "namespace": Namespace(),
+        "is_private": False,
+        "deadline_s": 30.0,
+    }
+    return Allocate(**fields | changes)
 
 
 class Rig:
@@ -311,20 +358,8 @@ class Rig:
 
     def whole(self, instance: str, prompt: list[int], request: bytes, name: str) -> list[int]:
         """Run the request on one instance, with nothing cached; its tokens."""
-        self.send(
-            instance,
-            Prefill(
-                epoch=1,
-                request_id=RequestId(name),
-                attempt=1,
-                request=request,
-                known_tokens=0,
-                token_ids=prompt,
-                whole=True,
-                hold=False,
-                is_private=True,
-            ),
-        )
+        command = prefill(name, prompt, request, whole=True, hold=False, is_private=True)
+        self.send(instance, command)
         token_ids = self.tokens_until_end(instance, name)
         self.expect(instance, Finished)
         self.send(instance, Abort(epoch=1, request_id=RequestId(name)))
@@ -334,20 +369,7 @@ class Rig:
         self, prompt: list[int], request: bytes, name: str, *, is_private: bool = False
     ) -> tuple[Started, list[int]]:
         """On P0, up to its `Finished`; what it sampled."""
-        self.send(
-            "P0",
-            Prefill(
-                epoch=1,
-                request_id=RequestId(name),
-                attempt=1,
-                request=request,
-                known_tokens=0,
-                token_ids=prompt,
-                whole=False,
-                hold=True,
-                is_private=is_private,
-            ),
-        )
+        self.send("P0", prefill(name, prompt, request, is_private=is_private))
         started = self.expect("P0", Started, lambda e: e.request_id == name)
         first = self.tokens_until_end("P0", name)
         finished = self.expect("P0", Finished, lambda e: e.request_id == name)
@@ -370,15 +392,12 @@ class Rig:
         transfer = TransferId(f"{name} {source} to {target}")
         self.send(
             target,
-            Allocate(
-                epoch=1,
+            allocate(
+                name,
+                token_ids[known_tokens:],
                 transfer_id=transfer,
-                request_id=RequestId(name),
                 known_tokens=known_tokens,
-                token_ids=token_ids[known_tokens:],
-                namespace=Namespace(),
                 is_private=is_private,
-                deadline_s=30.0,
             ),
         )
         allocated = self.expect(target, Allocated)
@@ -415,13 +434,11 @@ class Rig:
         """Start it there."""
         self.send(
             instance,
-            Decode(
-                epoch=1,
-                request_id=RequestId(name),
-                attempt=1,
-                request=request,
+            decode(
+                name,
+                token_ids[known_tokens:],
+                request,
                 known_tokens=known_tokens,
-                token_ids=token_ids[known_tokens:],
                 num_generated=num_generated,
                 hold=hold,
                 is_private=is_private,
