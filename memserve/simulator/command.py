@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from memserve.simulator.synthetic import Shape
 
 _PATH = click.Path(path_type=Path)
+_OTHER_KEYS = ("transfer.reservation_s", "transfer.room_wait_s")
+"""Of the configuration, besides [scheduler]: those that change a simulation."""
 
 
 @click.command()
@@ -57,7 +59,11 @@ _PATH = click.Path(path_type=Path)
 @click.option("--slo-ttft-s", type=float, metavar="S", help="Objective that goodput counts.")
 @click.option("--slo-tpot-s", type=float, metavar="S", help="Objective that goodput counts.")
 @click.option(
-    "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Keys of [scheduler], …"
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help=f"Keys of [scheduler], {', '.join(_OTHER_KEYS)}.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option("--csv", "csv_file", type=_PATH, metavar="FILE", help="Write a line per request.")
@@ -108,8 +114,9 @@ def _check_used(assignments: tuple[str, ...], values: dict[str, Any]) -> None:
     """Whether all that was typed has a meaning together. Raises: ConfigError."""
     for text in assignments:
         key = text.partition("=")[0].strip()
-        if not key.startswith("scheduler.") and key != "transfer.reservation_s":
-            raise ConfigError("--set", f"{key} changes nothing here", "keys of [scheduler]")
+        if not key.startswith("scheduler.") and key not in _OTHER_KEYS:
+            allowed = f"keys of [scheduler], {', '.join(_OTHER_KEYS)}"
+            raise ConfigError("--set", f"{key} changes nothing here", allowed)
     if values["dataset"] is not None and values["shape"]:
         raise ConfigError("--synthetic", "there is a --dataset", "one of them")
     context = click.get_current_context()

@@ -256,8 +256,7 @@ class Simulation:
         self._submit_s.append(self._stopwatch() - begun)
 
     def _end(self, request_id: RequestId) -> None:
-        outcome = self._outcomes[request_id]
-        outcome.ended_at = self._queue.now()
+        """Its session may go on."""
         session = self._sessions[self._open.pop(request_id).session]
         session.is_busy = False
         self._next(session)
@@ -278,15 +277,13 @@ class Simulation:
             if delivery.tokens and outcome.first_token_at is None:
                 outcome.first_token_at = self._queue.now()
             if delivery.final:
+                outcome.ended_at = self._queue.now()
                 self._end(request_id)
 
     def on_error(self, request_id: RequestId, error: MemServeError) -> None:
         """A request failed."""
-        outcome = self._outcomes[request_id]
-        outcome.error = str(error)
-        session = self._sessions[self._open.pop(request_id).session]
-        session.is_busy = False
-        self._next(session)
+        self._outcomes[request_id].error = str(error)
+        self._end(request_id)
 
     # ── the channel ───────────────────────────────────────────────────────────────────────────
 

@@ -84,6 +84,20 @@ def test_a_trace_in_several_copies(capsys: pytest.CaptureFixture[str], tmp_path:
     assert code == 2 and "--copies" in err and "up to 2,000,000" in err
 
 
+def test_how_long_kv_may_wait_for_room_at_d_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    """D holds a few of these at a time."""
+    shape = ("documents=12", "document_tokens=400", "turns=1", "reply_tokens=300")
+    load = ["--mode", "1P1D-CC", "--rate", "50", "--blocks", "150", "--json"]
+    load += [word for text in shape for word in ("--synthetic", text)]
+
+    def handed_over(room_wait_s: float) -> int:
+        code, out, _ = run(capsys, *load, "--set", f"transfer.room_wait_s={room_wait_s}")
+        assert code == 0
+        return json.loads(out)["transfers"]["forward"]  # type: ignore[no-any-return]
+
+    assert handed_over(300.0) == 12 > handed_over(0.001)
+
+
 def test_roles_may_have_different_degrees(capsys: pytest.CaptureFixture[str]) -> None:
     load = ("--json", "--rate", "0.5", "--blocks", "9000", "--synthetic", "user_tokens=4000")
     by_tp = {
