@@ -60,9 +60,9 @@ _FEW = 128
 _MOST = np.iinfo(np.int64).max
 _SHOWN = 3
 """Candidates of each kind that a reason shows."""
-_ROUND_TRIPS_S = 2.5e-3
+_ROUND_TRIPS_S = 0.5e-3
 """Of a fetch: reserving, ordering, inserting and starting, over the control channel. Measured: what
-a fetch of one block adds to prefills that are no shorter for it (`bench/fetch_or_recompute.py`)."""
+`bench/transfer_steps.py` takes besides the link, on GPUs and on the CPU."""
 
 
 class _Firsts(msgspec.Struct):
