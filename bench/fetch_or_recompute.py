@@ -19,6 +19,9 @@ their spreads (half of what lies between the quartiles) are ties, and right. Los
 chosen way's time is above that of the better. A case is right, and loses, as most of its decisions.
 
 The profile should be calibrated; `--profile` takes one, else the one in force is used.
+
+`--replay RESULT` measures nothing: of the cases of an earlier run it tells what the policy of today
+chooses, by `--profile` and what that run's prefills teach (`_fetch_replay.py`).
 """
 
 from __future__ import annotations
@@ -37,9 +40,11 @@ from typing import Any
 
 import msgspec
 
+from bench._fetch_replay import Replay
 from bench._report import Scalar, parser, publish
 from bench._serve import get, pin_instances, released, serving
 from bench._steered import PROFILE, header
+from memserve import profiles
 from memserve.core.policy import Fetching
 from memserve.types import InstanceId
 
@@ -224,6 +229,36 @@ def _ttft_s(steps: dict[str, Any]) -> float:
 
 def main() -> None:
     args = _arguments()
+    if args.replay:
+        _replay(args)
+    else:
+        _run(args)
+
+
+def _replay(args: argparse.Namespace) -> None:
+    """The choices of today in the cases of an earlier run."""
+    if args.profile is None:
+        raise SystemExit("--replay needs --profile: of the device that the run was on")
+    profile = profiles.load(args.profile)
+    earlier = json.loads(args.replay.read_text())
+    cases = msgspec.convert(earlier["raw"], list[Case])
+    link = "ipc" if earlier["settings"]["device"] == "cuda" else "shm"
+    replay = Replay(profile, link, earlier["settings"]["block_size"])
+    replay.learn(
+        (case.prompt, case.own, case.samples[number].seconds)
+        for number in range(max(len(case.samples) for case in cases))
+        for case in cases
+        if number < len(case.samples) and case.samples[number].way == "recompute"
+    )
+    for case in cases:
+        choice = replay.choice(case.prompt, case.held, case.own, case.busy, case.elapsed)
+        for sample in case.samples:
+            sample.own_choice = choice
+    settings = {**earlier["settings"], "replay": args.replay.name, "measured": earlier["commit"]}
+    _publish(cases, settings, args.out)
+
+
+def _run(args: argparse.Namespace) -> None:
     settings = dict(word.split("=", 1) for word in args.set)
     settings |= {"cluster.device": args.device, "engine.block_size": str(args.block_size)}
     if args.model:
@@ -242,7 +277,19 @@ def main() -> None:
     complete = [case for case in cases if case.is_complete]
     if not complete:
         raise SystemExit("no case was measured both ways")
-    _publish(complete, bench.profile, rounds, args)
+    _publish(
+        complete,
+        {
+            "device": args.device,
+            "model": args.model.rstrip("/").rpartition("/")[2] or "bundled",
+            "profile": bench.profile,
+            "block_size": args.block_size,
+            "rounds": rounds,
+            "cases_without_samples": len(cases) - len(complete),
+            "set": args.set,
+        },
+        args.out,
+    )
 
 
 def _measure(bench: Bench, cases: list[Case], args: argparse.Namespace, deadline: float) -> int:
@@ -289,7 +336,7 @@ def _quartiles(samples: list[float]) -> tuple[float, float]:
     return low, high
 
 
-def _publish(cases: list[Case], source: str, rounds: int, args: argparse.Namespace) -> None:
+def _publish(cases: list[Case], settings: dict[str, Any], out: Path | None) -> None:
     rows: list[dict[str, Scalar]] = []
     for case in cases:
         choices = case.choices
@@ -309,19 +356,11 @@ def _publish(cases: list[Case], source: str, rounds: int, args: argparse.Namespa
     print("ms; busy: how much of its prompt the source had done; chosen: how often the fetch was")
     publish(
         "fetch_or_recompute",
-        settings={
-            "device": args.device,
-            "model": args.model.rstrip("/").rpartition("/")[2] or "bundled",
-            "profile": source,
-            "block_size": args.block_size,
-            "rounds": rounds,
-            "cases_without_samples": len(_cases(args)) - len(cases),
-            "set": args.set,
-        },
+        settings=settings,
         metrics=_metrics(cases),
         raw=[msgspec.to_builtins(case) for case in cases],
         rows=rows,
-        out=args.out,
+        out=out,
     )
     for name, value in _metrics(cases).items():
         print(f"{name}: {value:.4g}")
@@ -354,6 +393,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--model", default="", help="a folder or a name; default: the bundled one")
     made.add_argument("--profile", type=Path, help="a calibrated cost profile; default: in force")
+    made.add_argument("--replay", type=Path, help="the result of an earlier run")
     made.add_argument("--lengths", type=int, nargs="+", default=[64, 320])
     made.add_argument("--blocks", type=int, nargs="*", default=[1], help="known, by number")
     made.add_argument("--shares", type=float, nargs="*", default=[0.5, 1.0], help="and by share")

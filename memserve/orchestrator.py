@@ -360,7 +360,8 @@ def _costs(cost: CostModel) -> Costs:
         is_calibrated=profile.is_calibrated,
         reduce=profile.reduce.source,
         error=profile.error,
-        factor=cost.factor,
+        device_factor=cost.device_factor,
+        host_factor=cost.host_factor,
     )
 
 

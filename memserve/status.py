@@ -87,8 +87,10 @@ class Costs(msgspec.Struct, frozen=True):
     """Where the costs of all-reduces between an instance's GPUs come from."""
     error: float | None
     """Mean relative error over the prefills that it was calibrated with."""
-    factor: float
-    """What observed prefills took, over what the profile says."""
+    device_factor: float
+    """What the device's part of observed prefills took, over what the profile says."""
+    host_factor: float
+    """The same of the host's part."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):

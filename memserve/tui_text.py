@@ -55,7 +55,8 @@ def header(snapshot: Snapshot, notice: str | None, address: str) -> RenderableTy
 def _cost_line(costs: Costs) -> Text:
     """Where the scheduler's expectations come from, and how they are corrected by now."""
     line = Text("costs  ", DIM, no_wrap=True, overflow="ellipsis")
-    line.append(f"× {costs.factor:.2f} observed  ", DIM)
+    observed = f"device × {costs.device_factor:.2f}, host × {costs.host_factor:.2f} observed  "
+    line.append(observed, DIM)
     return line.append(costs.profile, DIM if costs.is_calibrated else "yellow")
 
 

@@ -13,6 +13,10 @@ the device computes the one before it, so the last step's floor counts only if l
 takes longer than computing them. All that depends on n alone is tabulated when the model is built;
 the attention of all full chunks is summed in closed form. So a call costs about a microsecond,
 however long the prompt.
+
+Two factors, which observed prefills correct, stand for what has changed since the calibration: one
+for the device's work, one for the host's (the floors, and what surrounds the steps), whose speed is
+another one on another day.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ __all__ = ["BUILT_IN", "CostModel", "ModelShape", "Profile", "built_in"]
 
 _DECODE_ROWS = 1024
 """Decode batches up to this size are looked up; larger ones cost in proportion."""
-_OBSERVATION_WEIGHT = 0.05
+_OBSERVATION_WEIGHT = 0.1
 _MOST_CORRECTION = 2.0
 _MOST_SURPRISE = 4.0
 """One observation counts at most this far from what was expected."""
@@ -45,7 +49,7 @@ class CostModel:
         self.tp = profile.tp if tp is None else tp
         if self.tp < 1:
             raise ValueError(f"a tensor-parallel degree of {self.tp}; allowed: 1 or more")
-        self._factor = 1.0
+        self._device_factor = self._host_factor = 1.0
         step, layers = profile.step_fit(self.tp), profile.shape.num_layers
         self._chunk = profile.chunk_tokens
         self._graph_tokens = profile.graph_sizes[-1] if profile.graph_sizes else 0
@@ -82,9 +86,15 @@ class CostModel:
         return self.profile.source
 
     @property
-    def factor(self) -> float:
-        """What observed prefills took, over what the profile says: within [0.5, 2]."""
-        return self._factor
+    def device_factor(self) -> float:
+        """What the device's part of observed prefills took, over what the profile says: within
+        [0.5, 2]."""
+        return self._device_factor
+
+    @property
+    def host_factor(self) -> float:
+        """The same of the host's part."""
+        return self._host_factor
 
     # Prefill.
 
@@ -95,18 +105,7 @@ class CostModel:
         """
         if num_tokens <= 0:
             return 0.0
-        before = min(max(cached_tokens, 0), num_tokens - 1)
-        last = num_tokens - before
-        seconds = floor_s = 0.0
-        if last > self._chunk:
-            full = (last - 1) // self._chunk
-            seconds = self._full_chunks_s(full, before)
-            floor_s = full * self._floor_s(self._chunk)
-            before += full * self._chunk
-            last -= full * self._chunk
-        seconds += self._dense[last] + self._attention_s(last, before)
-        seconds = max(seconds, floor_s + self._floor_s(last))
-        return self._factor * (seconds + self._taking_s(num_tokens))
+        return max(self._steps_s(num_tokens, cached_tokens)) + self._taking_s(num_tokens)
 
     def exec_many(self, num_tokens: int, cached_tokens: npt.ArrayLike) -> Floats:
         """`exec_s` of one prompt on many instances. Shape: that of `cached_tokens`."""
@@ -119,35 +118,60 @@ class CostModel:
         start = before + full * chunk
         last = num_tokens - start
         floors = np.where(last <= self._graph_tokens, self._graph_floor_s, self._long_floor_s)
-        floors = floors + full * self._floor_s(chunk)
-        seconds = self._dense_array[last] + self._attention_s(last, start)
-        first = self._dense[chunk] + self._attention_s(chunk, before)
+        floors = self._host_factor * floors + full * self._floor_s(chunk)
+        seconds = self._device_factor * (self._dense_array[last] + self._attention_s(last, start))
+        first = self._work_s(chunk, before)
         if (full > 0).any() and first.min() < self._floor_s(chunk):
             costs = [self.exec_s(num_tokens, tokens) for tokens in cached.ravel().tolist()]
             return np.array(costs).reshape(cached.shape)
-        growth = (chunk * self._cached_pair_s + self._read_s) * chunk
-        seconds = seconds + full * first + growth * (full * (full - 1) // 2)
-        seconds = np.maximum(seconds, floors)
-        total: Floats = self._factor * (seconds + self._taking_s(num_tokens))
+        seconds = seconds + full * first + self._growth_s() * (full * (full - 1) // 2)
+        total: Floats = np.maximum(seconds, floors) + self._taking_s(num_tokens)
         return total
+
+    def _steps_s(self, num_tokens: int, cached_tokens: int) -> tuple[float, float]:
+        """A prefill's steps, of which it takes the longer: computing them, and launching them."""
+        before = min(max(cached_tokens, 0), num_tokens - 1)
+        last = num_tokens - before
+        work_s = floor_s = 0.0
+        if last > self._chunk:
+            full = (last - 1) // self._chunk
+            work_s = self._full_chunks_s(full, before)
+            floor_s = full * self._floor_s(self._chunk)
+            before += full * self._chunk
+            last -= full * self._chunk
+        return work_s + self._work_s(last, before), floor_s + self._floor_s(last)
 
     def _taking_s(self, num_tokens: int) -> float:
         """What a prompt costs besides its steps."""
-        return self._request_s + num_tokens * self._prompt_token_s
+        return self._host_factor * (self._request_s + num_tokens * self._prompt_token_s)
 
     def _chunk_s(self, tokens: int, before: int) -> float:
         """One step that computes nothing else."""
-        seconds = self._dense[tokens] + self._attention_s(tokens, before)
-        return max(seconds, self._floor_s(tokens))
+        return max(self._work_s(tokens, before), self._floor_s(tokens))
 
     def _full_chunks_s(self, count: int, before: int) -> float:
         """The first `count` chunks: each attends to `chunk_tokens` more than the one before it."""
         chunk = self._chunk
-        first = self._dense[chunk] + self._attention_s(chunk, before)
+        first = self._work_s(chunk, before)
         if first < self._floor_s(chunk):
             return sum(self._chunk_s(chunk, before + index * chunk) for index in range(count))
-        growth = (chunk * self._cached_pair_s + self._read_s) * chunk
-        return count * first + growth * (count * (count - 1) // 2)
+        return count * first + self._growth_s() * (count * (count - 1) // 2)
+
+    def _growth_s(self) -> float:
+        """By how much a full chunk takes longer than the one before it."""
+        chunk = self._chunk
+        growth_s: float = (chunk * self._cached_pair_s + self._read_s) * chunk
+        return self._device_factor * growth_s
+
+    @overload
+    def _work_s(self, tokens: int, before: int) -> float: ...
+
+    @overload
+    def _work_s(self, tokens: int, before: Tokens) -> Floats: ...
+
+    def _work_s(self, tokens: int, before: Any) -> Any:
+        """What the device does in a step that computes nothing else."""
+        return self._device_factor * (self._dense[tokens] + self._attention_s(tokens, before))
 
     @overload
     def _attention_s(self, tokens: int, before: int) -> float: ...
@@ -160,7 +184,8 @@ class CostModel:
         return tokens * pairs + self._read_s * before + self._fixed_s
 
     def _floor_s(self, tokens: int) -> float:
-        return self._graph_floor_s if tokens <= self._graph_tokens else self._long_floor_s
+        floor_s = self._graph_floor_s if tokens <= self._graph_tokens else self._long_floor_s
+        return self._host_factor * floor_s
 
     # Steps.
 
@@ -182,16 +207,16 @@ class CostModel:
         longer = [chunk for chunk in chunks if chunk[0] > 1]
         num_decodes += len(chunks) - len(longer)
         context_tokens += sum(before + 1 for new, before in chunks if new == 1)
-        taking_s = begun_tokens * self._prompt_token_s
+        taking_s = self._host_factor * begun_tokens * self._prompt_token_s
         if not longer:
-            return self.decode_step_s(num_decodes, context_tokens) + self._factor * taking_s
+            return self.decode_step_s(num_decodes, context_tokens) + taking_s
         if begun_tokens:
-            taking_s += self._request_s
+            taking_s += self._host_factor * self._request_s
         tokens = num_decodes + sum(new for new, _ in longer)
         seconds = self._dense[min(tokens, self._chunk)]
         seconds += sum(self._attention_s(new, before) for new, before in longer)
         seconds += num_decodes * self._decode_request_s + context_tokens * self._decode_context_s
-        return self._factor * (max(seconds, self._floor_s(tokens)) + taking_s)
+        return max(self._device_factor * seconds, self._floor_s(tokens)) + taking_s
 
     def launch_s(self, num_tokens: int) -> float:
         """How long launching a step of prompts keeps the host, which is free while the rest of it
@@ -199,7 +224,7 @@ class CostModel:
         """
         if self.profile.is_on_cpu:
             return 0.0
-        return self._factor * max(self._floor_s(num_tokens), self._graph_floor_s)
+        return max(self._floor_s(num_tokens), self._host_factor * self._graph_floor_s)
 
     def decode_step_s(self, num_requests: int, context_tokens: int) -> float:
         """One decode step of a batch whose contexts sum up to `context_tokens`.
@@ -241,7 +266,7 @@ class CostModel:
     # Other degrees, and what was observed.
 
     def with_tp(self, tp: int) -> CostModel:
-        """The prediction for another degree of tensor parallelism; starts with factor 1.
+        """The prediction for another degree of tensor parallelism; starts with factors of 1.
 
         Raises: ValueError for less than one rank.
         """
@@ -250,12 +275,22 @@ class CostModel:
     def observe(self, num_tokens: int, cached_tokens: int, seconds: float) -> None:
         """Mutates: one prefill really took `seconds` (computing alone, without its queue).
 
-        Corrects `exec_s` and the steps with prompts slowly and within bounds, by one factor.
-        Nothing is learnt from an empty prompt or a time of 0.
+        Corrects `exec_s` and the steps with prompts slowly and within bounds: each factor by as
+        much of the surprise as its part had of the expectation. Nothing is learnt from an empty
+        prompt or a time of 0.
         """
-        expected = self.exec_s(num_tokens, cached_tokens)
-        if expected <= 0 or seconds <= 0:
+        if num_tokens <= 0 or seconds <= 0:
+            return
+        work_s, floor_s = self._steps_s(num_tokens, cached_tokens)
+        expected = max(work_s, floor_s) + self._taking_s(num_tokens)
+        if expected <= 0:
             return
         surprise = min(max(seconds / expected, 1 / _MOST_SURPRISE), _MOST_SURPRISE)
-        factor = self._factor * surprise**_OBSERVATION_WEIGHT
-        self._factor = min(max(factor, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
+        correction = surprise**_OBSERVATION_WEIGHT
+        device_share = work_s / expected if work_s >= floor_s else 0.0
+        self._device_factor = _bounded(self._device_factor * correction**device_share)
+        self._host_factor = _bounded(self._host_factor * correction ** (1 - device_share))
+
+
+def _bounded(factor: float) -> float:
+    return min(max(factor, 1 / _MOST_CORRECTION), _MOST_CORRECTION)

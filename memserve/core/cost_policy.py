@@ -50,7 +50,7 @@ from memserve.core.policy import (
     eligible,
 )
 from memserve.core.timeline import Detail, Number
-from memserve.types import COPIED_PORTION_BYTES, COPYING_LINKS
+from memserve.types import COPIED_PORTION_BYTES, COPYING_LINKS, Role
 
 _TIE = 0.01
 _TIE_S = 50e-6
@@ -60,9 +60,9 @@ _FEW = 128
 _MOST = np.iinfo(np.int64).max
 _SHOWN = 3
 """Candidates of each kind that a reason shows."""
-_ROUND_TRIPS_S = 2.5e-3
+_ROUND_TRIPS_S = 0.5e-3
 """Of a fetch: reserving, ordering, inserting and starting, over the control channel. Measured: what
-a fetch of one block adds to prefills that are no shorter for it (`bench/fetch_or_recompute.py`)."""
+`bench/transfer_steps.py` takes besides the link, on GPUs and on the CPU."""
 
 
 class _Firsts(msgspec.Struct):
@@ -148,7 +148,7 @@ class CostPolicy:
         num_decoding = loads.num_requests - loads.num_prefills
         num_followers = _followers(loads, can)
         num_waiting = num_decoding + loads.num_fetching + (1 + num_followers)
-        decode_s = np.where(num_decoding > 0, loads.step_s, 0.0)
+        decode_s = loads.step_s * (num_decoding > 0)
         # Such a step ends with the queue; of others, half is left on average.
         is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
         rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
@@ -171,8 +171,9 @@ class CostPolicy:
             source=np.zeros(count, np.int64),
         )
         if demand.may_fetch:
-            usable = np.where(loads.can_send, demand.reusable(), 0)
-            for source in self._sources(usable, demand, loads):
+            reusable = cached if demand.coming_tokens is None else demand.reusable()
+            usable = np.where(loads.can_send, reusable, 0)
+            for source in self._sources(usable, demand, loads, is_swapping=swap_s is not None):
                 num_tokens, num_dram = int(usable[source]), int(demand.dram_tokens[source])
                 self._consider(firsts, source, num_tokens, num_dram, demand, loads)
                 if 0 < num_dram < num_tokens:
@@ -183,14 +184,16 @@ class CostPolicy:
         sizes = (demand.dram_tokens.astype(np.int64) * self._token_bytes).tolist()
         return np.array([self._cost.swap_in_s(size_bytes) for size_bytes in sizes])
 
-    def _sources(self, usable: Counts, demand: Demand, loads: Loads) -> list[int]:
+    def _sources(
+        self, usable: Counts, demand: Demand, loads: Loads, *, is_swapping: bool
+    ) -> list[int]:
         """Who holds most (of those, who has least to move before), and an idler one if that is
-        busy."""
+        busy. `is_swapping`: some of it is in DRAM, somewhere."""
         most = int(usable[usable.argmax()])
         if most == 0:
             return []
         before = loads.sending_bytes
-        if demand.dram_tokens[usable == most].any():
+        if is_swapping:
             before = before + demand.dram_tokens * np.int64(self._token_bytes)
         best = _argmin(np.where(usable == most, before, _MOST))
         if not before[best]:
@@ -242,8 +245,9 @@ class CostPolicy:
 
     def _load_s(self, demand: Demand, loads: Loads) -> Seconds:
         """[instances] What generating there adds to the steps of all of its requests."""
-        empty_s = loads.each_s(lambda cost: cost.decode_step_s(1, 0))
-        context_s = loads.each_s(lambda cost: cost.decode_step_s(1, demand.num_tokens)) - empty_s
+        context_s = loads.each_s(
+            lambda cost: cost.decode_step_s(1, demand.num_tokens) - cost.decode_step_s(1, 0)
+        )
         after = (loads.num_requests + 1) * (loads.next_step_s + context_s)
         load_s: Seconds = demand.expected_tokens * (after - loads.num_requests * loads.step_s)
         return load_s
@@ -290,15 +294,15 @@ class CostPolicy:
             if decode is None:
                 terms["load_s"] = round(load_s.item(slot), 6)
             candidates.append(terms)
-        generating = can.decode & ~can.whole
-        candidates += [
-            {
-                "instance": loads.instances[slot],
-                "cached_tokens": demand.cached_tokens.item(slot),
-                "load_s": round(load_s.item(slot), 6),
-            }
-            for slot in (_best(load_s, generating, decode) if generating.any() else ())
-        ]
+        if Role.DECODE in loads.all_roles:
+            candidates += [
+                {
+                    "instance": loads.instances[slot],
+                    "cached_tokens": demand.cached_tokens.item(slot),
+                    "load_s": round(load_s.item(slot), 6),
+                }
+                for slot in _best(load_s, can.decode & ~can.whole, decode)
+            ]
         return {
             "policy": self.name,
             "tokens": demand.num_tokens,
@@ -311,6 +315,8 @@ class CostPolicy:
 
 def _exec_cached_s(num_tokens: int, cached: Counts, loads: Loads) -> Seconds:
     """[instances] exec(x, y), at everyone's degree of tensor parallelism."""
+    if len(loads.by_cost) == 1:
+        return _exec_many_s(num_tokens, cached, loads.by_cost[0][0])
     exec_s = np.empty(len(cached))
     for cost, slots in loads.by_cost:
         exec_s[slots] = _exec_many_s(num_tokens, cached[slots], cost)
@@ -321,14 +327,9 @@ def _exec_many_s(num_tokens: int, cached: Counts, cost: CostModel) -> Seconds:
     """As `CostModel.exec_many`."""
     if len(cached) > _FEW:
         return cost.exec_many(num_tokens, cached)
-    known: dict[int, float] = {}
-    costs = []
-    for tokens in cached.tolist():
-        seconds = known.get(tokens)
-        if seconds is None:
-            seconds = known[tokens] = cost.exec_s(num_tokens, tokens)
-        costs.append(seconds)
-    return np.array(costs)
+    each: list[int] = cached.tolist()
+    known = {tokens: cost.exec_s(num_tokens, tokens) for tokens in set(each)}
+    return np.array([known[tokens] for tokens in each])
 
 
 def _first_terms(slot: int, firsts: _Firsts, demand: Demand, loads: Loads) -> dict[str, Number]:
@@ -385,7 +386,7 @@ def _best(seconds: Seconds, mask: Bools, chosen: int | None) -> list[int]:
     slots = mask.nonzero()[0]
     if len(slots) > _SHOWN:
         slots = slots[np.argpartition(seconds[slots], _SHOWN)[:_SHOWN]]
-    order: list[int] = slots[np.argsort(seconds[slots], kind="stable")].tolist()
+    order: list[int] = sorted(slots.tolist(), key=seconds.item)
     if chosen is None:
         return order
     return [chosen, *[slot for slot in order if slot != chosen][: _SHOWN - 1]]

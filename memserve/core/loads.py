@@ -97,7 +97,11 @@ class Loads:
         """The same with one request more, whose context is still empty."""
         self.prefill_s: Seconds = np.zeros(count)
         """Of computing the prompts that were placed there, as if none had begun."""
+        self._head_s: Seconds = np.zeros(count)
+        """Of the prompt that is computed now: they count as equally long."""
         self._head_since: Seconds = np.zeros(count)
+        self._patience_s: Seconds = np.full(count, np.inf)
+        """After so long, that one is late."""
         for slot in range(count):
             self._reckon_step(slot)
 
@@ -125,6 +129,7 @@ class Loads:
             counts[slot] = 0
         self.free_tokens[slot] = self.empty_tokens[slot] = _UNKNOWN
         self.prefill_s[slot] = 0.0
+        self._reckon_head(slot)
         self._reckon_step(slot)
 
     def add(self, instance: InstanceId, share: Share, now: float) -> None:
@@ -149,9 +154,16 @@ class Loads:
         if share.prefill_s:
             self.num_prefills[slot] += sign
             self.prefill_s[slot] += sign * share.prefill_s
-            if not self.num_prefills[slot]:
-                self.prefill_s[slot] = 0.0  # no rounding error outlives its requests
+            self._reckon_head(slot)
         self._reckon_step(slot)
+
+    def _reckon_head(self, slot: int) -> None:
+        count = int(self.num_prefills[slot])
+        if not count:
+            self.prefill_s[slot] = 0.0  # no rounding error outlives its requests
+        head_s = self.prefill_s[slot] / count if count else 0.0
+        self._head_s[slot] = head_s
+        self._patience_s[slot] = _PATIENCE * head_s + _PATIENCE_S if count else np.inf
 
     def _reckon_step(self, slot: int) -> None:
         count, tokens = int(self.num_requests[slot]), int(self.context_tokens[slot])
@@ -214,13 +226,9 @@ class Loads:
         The first one's share shrinks as time passes, but the others are still to come. One that is
         late beyond patience is taken to be late for as long again: its instance may hang.
         """
-        head_s = self.prefill_s / np.maximum(self.num_prefills, 1)
         elapsed_s = np.maximum(now - self._head_since, 0.0)
-        late_s = np.where(
-            self.num_prefills > 0, elapsed_s - (_PATIENCE * head_s + _PATIENCE_S), 0.0
-        )
-        left = np.maximum(np.maximum(head_s - elapsed_s, late_s), 0.0)
-        queue: Seconds = self.prefill_s - head_s + left
+        left_s = np.maximum(self._head_s - elapsed_s, elapsed_s - self._patience_s)
+        queue: Seconds = self.prefill_s - self._head_s + np.maximum(left_s, 0.0)
         return queue
 
     def check_integrity(self) -> None:

@@ -216,13 +216,14 @@ def eligible(loads: Loads, splitting: Splitting, *, may_wait: bool) -> Eligible:
     """
     there = loads.roles_there()
     is_open = loads.is_open & ~loads.is_silent
-    whole = np.zeros_like(is_open)
+    nobody = np.zeros(len(is_open), bool)
+    whole = nobody.copy()
     for role in splitting.wholes(there):
         whole |= is_open & loads.has_role[role]
     decode = is_open & loads.has_role[Role.DECODE]
     prefill = is_open & loads.has_role[Role.PREFILL]
     if not splitting.is_split(there) or not decode.any():
-        prefill = np.zeros_like(prefill)
+        prefill = nobody
     if not whole.any() and not prefill.any():
         raise UnavailableError("no instance is ready that could run the request")
     if not may_wait and ((whole | prefill) & ~loads.is_busy).any():

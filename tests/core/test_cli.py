@@ -61,7 +61,7 @@ SNAPSHOT = Snapshot(
     ],
     links=[],
     counters=Counters(1, 1, 0, 0, 0, 0, 0, 10, 5, 3),
-    costs=Costs("built in", False, "built in", None, 1.0),
+    costs=Costs("built in", False, "built in", None, 1.0, 1.0),
 )
 
 

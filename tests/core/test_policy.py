@@ -179,7 +179,7 @@ def test_large_and_background_transfers_take_more_of_the_source_s_steps() -> Non
 
     step_s = CostModel(SMALL_STEPS).decode_step_s(1, 1000)
     portion = (32 << 20) // CostModel(BUILT_IN).kv_bytes(1)
-    trips_s = 2.5e-3
+    trips_s = 0.5e-3
     assert fetch_s("shm", 320) == pytest.approx(trips_s + step_s / 2, abs=2e-6)
     assert fetch_s("shm", 2 * portion + 160) == pytest.approx(trips_s + 2.5 * step_s, abs=2e-6)
     assert fetch_s("ipc", 320) == pytest.approx(trips_s + 1.5 * step_s, abs=2e-6)

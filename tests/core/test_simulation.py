@@ -163,7 +163,7 @@ def test_what_the_scheduler_observes_changes_no_engine() -> None:
     costs = Plain()
     calls = [call(f"s{n}", 100, 2, at=float(n)) for n in range(50)]
     outcomes = simulate(calls, costs=costs).outcomes
-    assert costs.factor == 1.0
+    assert (costs.device_factor, costs.host_factor) == (1.0, 1.0)
     assert outcomes[-1].jct_s == pytest.approx(outcomes[0].jct_s)
 
 

@@ -79,7 +79,7 @@ def _snapshot(instances: int = 2) -> Snapshot:
         instances=[_instance(name) for name in names],
         links=[_link("P0", name) for name in names[1:]],
         counters=Counters(100, 4, 1, 90, 2, 3, 5, 10_000, 6_000, 2_000),
-        costs=Costs("calibrated at noon for m, H200", True, "built in", 0.021, 1.125),
+        costs=Costs("calibrated at noon for m, H200", True, "built in", 0.021, 1.125, 0.9),
     )
 
 
@@ -138,7 +138,7 @@ def test_nothing_is_cut_off_at_common_widths(width: int) -> None:
     text = _text(frame, width)
     assert "…" not in text
     assert "http://127.0.0.1:8000  1P1D-CC" in text
-    costs = "costs  × 1.12 observed  calibrated at noon for m, H200"
+    costs = "costs  device × 1.12, host × 0.90 observed  calibrated at noon for m, H200"
     for words in ("smollm2-135m-instruct", "1P1D-CC · caching full · device cpu", "● ready", costs):
         assert words in text
     assert "█ active  ▒ historical  · free" in text

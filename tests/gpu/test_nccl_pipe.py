@@ -41,15 +41,14 @@ class Pair:
         unique_id = fabric.new_id()
         self.communicators: list[NcclCommunicator] = []
         for rank, device in enumerate(self.devices):
-            torch.cuda.set_device(device)
-            self.communicators.append(fabric.join(unique_id, rank))
+            with torch.cuda.device(device):
+                self.communicators.append(fabric.join(unique_id, rank))
         until(lambda: all(one.progress() for one in self.communicators), "both ranks")
 
     def pipes(self, views: list[BlockView], **options: int) -> list[CudaPipe]:
         """The sending and the receiving end."""
         pipes = []
         for rank, view in enumerate(views):
-            torch.cuda.set_device(self.devices[rank])
             spec = PipeSpec(
                 view,
                 is_sender=rank == 0,
@@ -58,7 +57,8 @@ class Pair:
                 max_ahead=options.get("max_ahead", 4),
             )
             device = self.devices[rank]
-            pipe = CudaPipe(library_for(device), device, self.communicators[rank], spec)
+            with torch.cuda.device(device):
+                pipe = CudaPipe(library_for(device), device, self.communicators[rank], spec)
             self._stack.callback(pipe.close)
             pipes.append(pipe)
         return pipes

@@ -201,7 +201,7 @@ class FakeCluster:
 
     def snapshot(self) -> Snapshot:
         counters = Counters(len(self.requests), 0, 0, 0, 0, 0, 0, 0, 0, 0)
-        costs = Costs("built in", False, "built in", None, 1.0)
+        costs = Costs("built in", False, "built in", None, 1.0, 1.0)
         facts = ("smollm2", "1P1D-CC", "full", "cpu", self.is_ready, 1.0)
         return Snapshot(*facts, [], [], counters, costs)
 
