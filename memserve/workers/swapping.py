@@ -148,17 +148,19 @@ class Swapper:
         num_missing = num_in_dram_only(match)
         if not num_missing:
             return 0
+        known = _first_blocks(path, match.num_blocks)
+        # Before there are blocks for it: what they held may want room in DRAM.
+        reference = self._index.acquire(known)
         self._mempool.pin(owner, match.hbm[~is_missing].tolist())
         try:
             new_ids = self._mempool.alloc_mem(num_missing, owner)
         except OutOfBlocksError:
             self._mempool.unpin(owner)
+            self._index.release(reference)
             raise
         block_ids = match.hbm.copy()
         block_ids[is_missing] = new_ids
         slot_ids = match.dram[is_missing].tolist()
-        known = _first_blocks(path, match.num_blocks)
-        reference = self._index.acquire(known)
         self._ins[owner] = _In(known, block_ids.tolist(), slot_ids, reference)
         self._tier.copy_in(owner, slot_ids, new_ids)
         return num_missing

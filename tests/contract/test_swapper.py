@@ -602,6 +602,30 @@ def test_the_check_sees_each_fault(breaks: Callable[[SwapNode], object], says: s
     assert any(says in problem for problem in node.swapper.check_integrity())
 
 
+def test_what_comes_in_does_not_leave_to_save_what_it_displaces() -> None:
+    """DRAM is full of it, and the blocks that it gets are of history that DRAM lacks."""
+    node = SwapNode(num_slots=4, num_blocks=6)
+    node.remember(A)
+    node.forget_hbm()
+    assert node.where(A) == "DDDD"
+    node.remember(B)
+    assert node.swapper.swap_in("in", node.mempool.path(A)) == 4
+    node.swap()
+    assert (node.where(A), node.where(B)) == ("BBBB", "H")
+    node.check_all(A)
+
+
+def test_without_blocks_nothing_is_held_for_what_comes_in() -> None:
+    node = SwapNode(num_blocks=5)
+    node.remember(A)
+    node.forget_hbm()
+    node.compute("running", B)
+    with pytest.raises(OutOfBlocksError):
+        node.swapper.swap_in("in", node.mempool.path(A))
+    node.mempool.evict_slots(99)
+    assert node.where(A) == "", "nobody refers to it"
+
+
 # ── everything at once ────────────────────────────────────────────────────────────────────────
 
 STREAMS = [prompt(44, seed) for seed in range(3)] + [prompt(12, 0) + prompt(32, 9)]
