@@ -18,8 +18,12 @@ from memserve.workers.dram import DramTier
 from memserve.workers.hostmemory import HostMemory
 from memserve.workers.swapping import Swapper
 from tests.contract.link_rig import BLOCK_SIZE, NUM_BLOCKS, geometry
-from tests.contract.transfer_rig import NO_NAMESPACE, Node, kv_of
+from tests.contract.transfer_rig import NO_NAMESPACE, Node, kv_of, prompt
 
+TOTAL = NUM_BLOCKS - 1
+"""One is vLLM's null block."""
+A, B, C = (prompt(16, seed) for seed in (1, 2, 3))
+"""Four blocks each."""
 BLOCK_BYTES = geometry().block_bytes
 
 
@@ -249,3 +253,28 @@ class SwapNode(Node):
                     contents = self.dram.tensor[start : start + BLOCK_BYTES].numpy().tobytes()
                     assert contents == kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3)
         assert self.mempool.index.num_in(Medium.DRAM) == len(self.tier.held())
+
+
+def manual(**options: object) -> tuple[SwapNode, ManualQueues]:
+    """A node whose copies end when the test says so."""
+    queues = ManualQueues()
+    return SwapNode(ops=queues.ops, make_queue=queues, **options), queues  # type: ignore[arg-type]
+
+
+def swapped_out(**options: object) -> SwapNode:
+    """A (four blocks) in DRAM alone."""
+    node = SwapNode(**options)  # type: ignore[arg-type]
+    put_out(node)
+    return node
+
+
+def put_out(node: SwapNode, queues: ManualQueues | None = None) -> None:
+    """A is in DRAM alone then."""
+    node.remember(A)
+    node.swapper.swap_out(4)
+    node.swapper.poll()
+    if queues is not None:
+        queues.out.finish(4)
+        node.swapper.poll()
+    node.forget_hbm()
+    assert node.where(A) == "DDDD"
