@@ -4,10 +4,12 @@ r"""A working set of three times the HBM pool: hit ratio, tokens and step times 
     python -m bench.working_set --device cuda --model FOLDER --dtype bfloat16 --block-size 16 \
         --load-format dummy --eager --sessions 200 --concurrency 16
 
-One instance with a real engine serves the same calls four times, each time in a process of its own:
+One instance with a real engine serves the same calls several times, each time in a process of its
+own:
 
     small     an HBM pool of a third of the working set
     tiered    the same, and DRAM for two thirds of it
+    cramped   the same, and DRAM for a twelfth of it: what comes in and what is saved fight for it
     whole     an HBM pool of that total size
     uncached  as `whole`, without any caching: what the tokens should be
 
@@ -61,7 +63,9 @@ SHAPES = {
     "chat": Shape(system_tokens=20, turns=4, user_tokens=56, reply_tokens=16),
     "agent": Shape(documents=1, document_tokens=384, turns=4, user_tokens=64, reply_tokens=16),
 }
-VARIANTS = ("small", "tiered", "whole", "uncached")
+VARIANTS = ("small", "tiered", "cramped", "whole", "uncached")
+_DRAM_SHARES = {"tiered": 1.0, "cramped": 1 / 8}
+"""Of what the HBM pool lacks."""
 _DEADLINE_S = 900.0
 
 
@@ -334,8 +338,8 @@ def measure(load: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
                     device=options.device,
                     engine=engine,
                     block_bytes=shape.kv_bytes_per_token * options.block_size,
-                    hbm_blocks=hbm if variant in ("small", "tiered") else total,
-                    dram_blocks=total - hbm if variant == "tiered" else 0,
+                    hbm_blocks=total if variant in ("whole", "uncached") else hbm,
+                    dram_blocks=int((total - hbm) * _DRAM_SHARES.get(variant, 0.0)),
                     is_cached=variant != "uncached",
                     tp=options.tp,
                     always_swaps=options.always_swap,
@@ -360,12 +364,12 @@ def summary(answers: dict[str, Answer], *, by_cpu_time: bool) -> dict[str, Scala
         metrics[f"outputs unlike uncached, {name}"] = sum(
             ours != theirs for ours, theirs in zip(answers[name].outputs, expected, strict=True)
         )
-    for name in [name for name in ("small", "tiered") if name in answers]:
+    for name in [name for name in ("small", *_DRAM_SHARES) if name in answers]:
         times = turn_times(answers[name], by_cpu_time=by_cpu_time)
         metrics |= {f"{key}, {name}": value for key, value in times.items()}
-    if (tiered := answers.get("tiered")) is not None:
-        metrics["blocks swapped out"] = tiered.swapped_out
-        metrics["blocks swapped in"] = tiered.swapped_in
+    for name in [name for name in _DRAM_SHARES if name in answers]:
+        metrics[f"blocks swapped out, {name}"] = answers[name].swapped_out
+        metrics[f"blocks swapped in, {name}"] = answers[name].swapped_in
     metrics["problems in the audits"] = sum(len(answer.problems) for answer in answers.values())
     for name, answer in answers.items():
         metrics[f"load, {name}, s"] = round(answer.seconds, 2)

@@ -7,7 +7,13 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from memserve.changes import Evicted, Inserted, Swapped
 from memserve.core.swap import SwapLimits
@@ -245,13 +251,13 @@ STREAMS = [prompt(44, seed) for seed in range(3)] + [prompt(12, 0) + prompt(32, 
 class Machine(RuleBasedStateMachine):
     """An engine, swapping and deletions in any order: what the index names is always right."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(num_slots=st.sampled_from([3, 6, 10]), num_blocks=st.sampled_from([8, 13, 24]))
+    def make(self, num_slots: int, num_blocks: int) -> None:
         self.queues = ManualQueues()
         self.node = SwapNode(
-            10,
-            num_blocks=24,
-            limits=SwapLimits(margin_blocks=6, pinned_blocks=12, ttl_s=1000.0),
+            num_slots,
+            num_blocks=num_blocks,
+            limits=SwapLimits(num_blocks // 4, pinned_blocks=num_blocks // 2, ttl_s=1000.0),
             ops=self.queues.ops,
             make_queue=self.queues,
             batch_blocks=2,
