@@ -262,6 +262,7 @@ class Orchestrator:
             loras=self._loras,
             request_timeout_s=self._config.server.request_timeout_s,
             remembered_calls=self._config.scheduler.timeline_requests,
+            max_answers=self._config.server.max_answers_per_call,
         )
 
     def _engine_settings(self) -> dict[str, Any]:

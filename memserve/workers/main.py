@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,7 +33,7 @@ from memserve.types import Geometry
 from memserve.workers.compat import Engine, make_config
 from memserve.workers.engine_loop import EngineLoop
 from memserve.workers.engine_pool import EnginePool
-from memserve.workers.environment import set_engine_environment
+from memserve.workers.environment import GRAMMAR_STACK_BYTES, set_engine_environment
 from memserve.workers.hosts import Home, KvHost, OwnKvHost, RankedKvHost, make_host
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.links.choice import LinkChoice
@@ -263,6 +264,7 @@ def _set_up_process(spec: WorkerSpec) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_gpus)
     os.environ["TMPDIR"] = tempfile.tempdir = spec.run_dir
     torch.set_num_threads(spec.num_threads)
+    threading.stack_size(GRAMMAR_STACK_BYTES)
     level = spec.log_level.upper()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=_LOG_FORMAT, force=True)
     logging.getLogger("memserve").setLevel(level)
