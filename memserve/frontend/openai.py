@@ -158,6 +158,8 @@ class Frontend:
 
     async def complete(self, body: object, call: Call) -> bytes | AsyncGenerator[str, None]:
         """`POST /v1/completions`: the response, or its server-sent events."""
+        if isinstance(body, dict):  # before each is looked at
+            self._require_few(_num_prompts(body.get("prompt")), 1)
         request = await self._read(CompletionRequest, body)
         _require(request.prompt, "prompt", "a text or a list of token ids is needed")
         self._require_few(_num_prompts(request.prompt), request.n)
@@ -292,9 +294,9 @@ def _require(value: object, name: str, need: str) -> None:
 
 def _num_prompts(prompt: object) -> int:
     """Of a text, a list of token ids, or a list of several of either."""
-    if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        return len(prompt)
-    return 1
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return 1
+    return len(prompt)
 
 
 def _tag_field(body: object) -> str | None:
@@ -310,10 +312,7 @@ def _tag_field(body: object) -> str | None:
 
 def _grammar_field(request: ChatCompletionRequest | CompletionRequest) -> str:
     """The field that says what the output must follow, if one does."""
-    if request.structured_outputs is not None:
-        return "structured_outputs"
-    has_format = request.response_format is not None and request.response_format.type != "text"
-    return "response_format" if has_format else "tool_choice"
+    return "response_format" if request.structured_outputs is None else "structured_outputs"
 
 
 def _asks_for_nothing(body: object) -> bool:

@@ -11,10 +11,10 @@ import threading
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from memserve.frontend import grammars
-from memserve.frontend.grammars import MAX_CHARS
+from memserve.frontend.grammars import MAX_CHARS, GrammarCheck
 from memserve.frontend.openai import Frontend
 from tests.integration.cluster_harness import until
 from tests.integration.frontend.harness import FakeCluster, Script
@@ -95,20 +95,6 @@ async def test_what_cannot_be_compiled(
     assert not cluster.requests
 
 
-async def test_a_tool_s_parameters(server: Server, cluster: FakeCluster) -> None:
-    function = {"name": "f", "parameters": {"type": "strnig"}}
-    body = {
-        "model": MODEL,
-        "messages": USER,
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": {"type": "function", "function": {"name": "f"}},
-    }
-    status, answer = await server.post(CHAT, body)
-    assert (status, answer["error"]["param"]) == (400, "tool_choice"), answer
-    assert "strnig" in answer["error"]["message"]
-    assert not cluster.requests
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fields", [schema({"$ref": "#"}), {OUTPUTS: {"grammar": "root ::= root"}}])
 async def test_what_compiles_and_leads_nowhere(
@@ -132,14 +118,6 @@ async def test_a_dead_end_within_a_stream(server: Server, cluster: FakeCluster) 
     error = json.loads(last)["error"]
     assert (error["code"], error["param"], done) == (400, OUTPUTS, "[DONE]")
     assert error["message"] == f"{OUTPUTS}: nothing fits it after 2 tokens"
-
-
-async def test_other_requests_that_an_engine_gives_up_are_ours(
-    server: Server, cluster: FakeCluster
-) -> None:
-    cluster.play(Script([100]))
-    status, _ = await server.post(CHAT, {"model": MODEL, "messages": USER, "max_tokens": 1})
-    assert status == 200
 
 
 @pytest.mark.parametrize("more", [{}, {"other": NUMBERS}], ids=["xgrammar", "guidance"])
@@ -173,16 +151,15 @@ async def test_prompts_of_one_call_share_a_list_of_choices(
 class Gate:
     """Checks that take until they are let go."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, checks: GrammarCheck) -> None:
         self.entered, self._open = threading.Semaphore(0), threading.Event()
-        self._verify = SamplingParams.verify
-        monkeypatch.setattr(SamplingParams, "verify", lambda *args: self._wait(*args))
+        self._verify = checks._verify
+        monkeypatch.setattr(checks, "_verify", self._wait)
 
-    def _wait(self, params: SamplingParams, *args: Any) -> None:
-        if params.structured_outputs is not None:
-            self.entered.release()
-            assert self._open.wait(10)
-        self._verify(params, *args)
+    def _wait(self, wanted: StructuredOutputsParams) -> None:
+        self.entered.release()
+        assert self._open.wait(10)
+        self._verify(wanted)
 
     async def until_entered(self) -> None:
         assert await asyncio.to_thread(self.entered.acquire, timeout=10)
@@ -192,9 +169,9 @@ class Gate:
 
 
 async def test_others_are_served_while_one_is_checked(
-    server: Server, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+    server: Server, cluster: FakeCluster, frontend: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    gate = Gate(monkeypatch, frontend.client.grammars)
     cluster.play(Script([100]), Script([200]))
     body = {"model": MODEL, "messages": USER, "max_tokens": 1}
     checked = asyncio.create_task(server.post(CHAT, {**body, OUTPUTS: {"regex": "a+"}}))
@@ -210,7 +187,7 @@ async def test_others_are_served_while_one_is_checked(
 async def test_a_client_that_leaves_before_the_check_has_ended(
     server: Server, cluster: FakeCluster, frontend: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    gate = Gate(monkeypatch, frontend.client.grammars)
     body = {"model": MODEL, "messages": USER, OUTPUTS: {"regex": "a+"}}
     checked = asyncio.create_task(server.post(CHAT, body))
     try:
@@ -224,10 +201,10 @@ async def test_a_client_that_leaves_before_the_check_has_ended(
 
 
 async def test_a_check_has_a_deadline(
-    server: Server, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+    server: Server, cluster: FakeCluster, frontend: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who takes too long has asked too much; who waits behind such checks may come back."""
-    gate = Gate(monkeypatch)
+    gate = Gate(monkeypatch, frontend.client.grammars)
     monkeypatch.setattr(grammars, "_CHECK_S", 0.2)
     body = {"model": MODEL, "messages": USER, OUTPUTS: {"regex": "a+"}}
     try:
