@@ -295,6 +295,10 @@ class Heartbeat(Event, frozen=True, tag=True):
     stats: PoolStats
 
 
+class StopAsked(Event, frozen=True, tag=True):
+    """Somebody has sent SIGTERM to the worker, who ends by a `Stop` only."""
+
+
 class Started(Event, frozen=True, tag=True):
     """The engine scheduled the request for the first time: its prefill runs now."""
 
@@ -460,6 +464,7 @@ AnyEvent: TypeAlias = (
     Ready
     | StartFailed
     | Heartbeat
+    | StopAsked
     | Started
     | Tokens
     | Finished

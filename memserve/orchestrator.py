@@ -48,7 +48,16 @@ from memserve.core.vocabulary import Seat
 from memserve.errors import ConfigError, MemServeError, StartError
 from memserve.frontend.app import build_app, make_runner
 from memserve.loras import engine_arguments, find_loras
-from memserve.messages import AnyEvent, Audited, Heartbeat, LinkReady, Ready, StartFailed
+from memserve.messages import (
+    AnyEvent,
+    Audited,
+    Heartbeat,
+    LinkReady,
+    Ready,
+    StartFailed,
+    Stop,
+    StopAsked,
+)
 from memserve.models import resolve_model
 from memserve.progress import Progress
 from memserve.scheduler import GlobalScheduler
@@ -70,6 +79,8 @@ _OPEN_FILES = 1 << 16
 """So many at most are asked for."""
 _TICK_S = 0.5
 """How often deadlines are looked at."""
+_STOP_WAIT_S = 1.0
+"""From a worker's SIGTERM to its end: this process's own, if all were sent one, comes before."""
 
 
 def run(config: Config, progress: Progress, *, show_live_view: bool = False) -> int:
@@ -178,6 +189,7 @@ class Orchestrator:
             self._progress.note(describe_plan(plan))
         hub = Hub(run_dir, self._on_event)
         hub.open()
+        self._send = hub.send
         self._build(model, run_dir, hub, profile)
         app = build_app(self, lambda: self._front_end, api_keys=self._config.api_keys)
         runner = make_runner(app)
@@ -317,12 +329,19 @@ class Orchestrator:
     def _on_event(self, seat: Seat, event: AnyEvent) -> None:
         if not self._cluster.is_current(seat):
             return
-        if isinstance(event, Ready | StartFailed | Heartbeat | LinkReady | Audited):
+        if isinstance(event, StopAsked):
+            asyncio.get_running_loop().call_later(_STOP_WAIT_S, self._stop_worker, seat)
+        elif isinstance(event, Ready | StartFailed | Heartbeat | LinkReady | Audited):
             self._cluster.on_event(seat, event)
             if isinstance(event, Heartbeat):
                 self._scheduler.on_stats(seat, event.stats)
         else:
             self._scheduler.on_event(seat, event)
+
+    def _stop_worker(self, seat: Seat) -> None:
+        """It was sent SIGTERM: it ends in order, and is started again, unless all were sent one."""
+        if not self._stop_asked.is_set() and self._cluster.is_current(seat):
+            self._send(seat, Stop(epoch=seat.epoch))
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -91,10 +91,8 @@ def _serve(spec: WorkerSpec) -> int:
         port.send(StartFailed(instance=spec.instance, epoch=spec.epoch, message=message))
         port.close()
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: worker.loop.stop())
-    with _WakeUp() as fd:
-        port.wake_on(fd)
-        worker.run()
+    signal.signal(signal.SIGTERM, lambda *_: worker.loop.ask_to_stop())
+    worker.run()
     return 0
 
 
@@ -257,8 +255,8 @@ def _tie_forks_to_their_parents() -> None:
 
 def _set_up_process(spec: WorkerSpec) -> None:
     sleep_exactly()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the orchestrator ends its workers, in order
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the orchestrator ends its workers, in order
+        signal.signal(number, signal.SIG_IGN)
     set_engine_environment(os.environ, num_threads=spec.num_threads, log_level=spec.log_level)
     if spec.visible_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_gpus)
@@ -298,17 +296,3 @@ def _turn_on_gpus(paths: Sequence[str]) -> Iterator[None]:
             # Not only closed: ranks that were forked meanwhile hold the same file open.
             locks.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         yield
-
-
-class _WakeUp:
-    """A file descriptor that becomes readable when a signal has been handled."""
-
-    def __enter__(self) -> int:
-        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        return self._read
-
-    def __exit__(self, *exc_info: object) -> None:
-        signal.set_wakeup_fd(-1)
-        os.close(self._read)
-        os.close(self._write)

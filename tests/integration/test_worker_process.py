@@ -40,6 +40,7 @@ from memserve.messages import (
     Started,
     StartFailed,
     Stop,
+    StopAsked,
     Tokens,
     Transmit,
     TransmitFailed,
@@ -538,6 +539,8 @@ def test_each_end_is_reported_once_with_its_cause(spare: Rig) -> None:
     spare.send("PD2", Stop(epoch=1))
     assert spare.exit_of(pids["PD2"]) == 0
     os.kill(pids["PD3"], signal.SIGTERM)
+    spare.expect("PD3", StopAsked)  # it is not its own to decide
+    spare.send("PD3", Stop(epoch=1))
     assert spare.exit_of(pids["PD3"]) == 0
     os.kill(pids["PD4"], signal.SIGKILL)
     assert spare.exit_of(pids["PD4"]) == -signal.SIGKILL
