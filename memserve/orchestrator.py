@@ -18,7 +18,6 @@ import resource
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -28,7 +27,7 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from memserve import profiles
+from memserve import profiles, run_dirs
 from memserve.channel import Hub
 from memserve.cluster import ClusterManager, ClusterSettings
 from memserve.config import (
@@ -133,10 +132,8 @@ class Orchestrator:
             model = await asyncio.to_thread(
                 resolve_model, self._config.models.model, self._progress.note
             )
-            with tempfile.TemporaryDirectory(
-                prefix="memserve-", ignore_cleanup_errors=True
-            ) as run_dir:
-                await self._serve(str(model), Path(run_dir), listener, show_live_view)
+            with run_dirs.own() as run_dir:
+                await self._serve(str(model), run_dir, listener, show_live_view)
 
     # ── what the front end may ask (frontend/service.py: StatusSource) ────────────────────────
 

@@ -32,11 +32,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from memserve.errors import MemServeError
+from memserve.run_dirs import hold
 from memserve.types import InstanceId
 from memserve.workers.environment import set_engine_environment
 from memserve.workers.spec import (
@@ -120,6 +122,7 @@ class Zygote:
         _inherit_orphans()
         started_at = time.monotonic()
         try:
+            hold(Path(self._run_dir))  # the workers too: they inherit the lock
             import_engine(self._require_parent)
             gc.collect()
             gc.freeze()  # the workers share these pages as long as nobody writes to them
