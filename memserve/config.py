@@ -55,6 +55,8 @@ class ServerConfig(msgspec.Struct, frozen=True):
     port: Port = 8000
     request_timeout_s: Seconds = 600.0
     shutdown_grace_s: Grace = 10.0
+    max_answers_per_call: AtLeast1 = 128
+    """Choices (`n`) of all prompts."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     api_key: str = ""
     """Empty: none is asked for, unless there are `api_keys`."""

@@ -47,7 +47,14 @@ class ConfigError(MemServeError):
 
 
 class RequestError(MemServeError):
-    """The request itself cannot be served: too long, malformed, or it names something unknown."""
+    """The request itself cannot be served: too long, malformed, or it names something unknown.
+
+    `field`: of its body, if one is at fault.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        self.field = field
+        super().__init__(message)
 
 
 class UnknownModelError(RequestError):

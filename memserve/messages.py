@@ -373,6 +373,10 @@ class Heartbeat(Event, frozen=True):
     stats: PoolStats
 
 
+class StopAsked(Event, frozen=True):
+    """Somebody has sent SIGTERM to the worker, who ends by a `Stop` only."""
+
+
 class PeerJoined(Command, frozen=True):
     """Open (and warm) a link to this peer; answered by `LinkReady`."""
 
@@ -485,6 +489,7 @@ AnyEvent: TypeAlias = (
     | Ready
     | StartFailed
     | Heartbeat
+    | StopAsked
     | LinkReady
     | CacheChanged
     | CacheSnapshot

@@ -18,7 +18,6 @@ import resource
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -28,7 +27,7 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from memserve import profiles
+from memserve import profiles, run_dirs
 from memserve.channel import Hub
 from memserve.cluster import ClusterManager, ClusterSettings
 from memserve.config import (
@@ -48,7 +47,16 @@ from memserve.core.vocabulary import Seat
 from memserve.errors import ConfigError, MemServeError, StartError
 from memserve.frontend.app import build_app, make_runner
 from memserve.loras import engine_arguments, find_loras
-from memserve.messages import AnyEvent, Audited, Heartbeat, LinkReady, Ready, StartFailed
+from memserve.messages import (
+    AnyEvent,
+    Audited,
+    Heartbeat,
+    LinkReady,
+    Ready,
+    StartFailed,
+    Stop,
+    StopAsked,
+)
 from memserve.models import resolve_model
 from memserve.progress import Progress
 from memserve.scheduler import GlobalScheduler
@@ -70,6 +78,8 @@ _OPEN_FILES = 1 << 16
 """So many at most are asked for."""
 _TICK_S = 0.5
 """How often deadlines are looked at."""
+_STOP_WAIT_S = 1.0
+"""From a worker's SIGTERM to its end: this process's own, if all were sent one, comes before."""
 
 
 def run(config: Config, progress: Progress, *, show_live_view: bool = False) -> int:
@@ -122,10 +132,8 @@ class Orchestrator:
             model = await asyncio.to_thread(
                 resolve_model, self._config.models.model, self._progress.note
             )
-            with tempfile.TemporaryDirectory(
-                prefix="memserve-", ignore_cleanup_errors=True
-            ) as run_dir:
-                await self._serve(str(model), Path(run_dir), listener, show_live_view)
+            with run_dirs.own() as run_dir:
+                await self._serve(str(model), run_dir, listener, show_live_view)
 
     # ── what the front end may ask (frontend/service.py: StatusSource) ────────────────────────
 
@@ -178,6 +186,7 @@ class Orchestrator:
             self._progress.note(describe_plan(plan))
         hub = Hub(run_dir, self._on_event)
         hub.open()
+        self._send = hub.send
         self._build(model, run_dir, hub, profile)
         app = build_app(self, lambda: self._front_end, api_keys=self._config.api_keys)
         runner = make_runner(app)
@@ -262,6 +271,7 @@ class Orchestrator:
             loras=self._loras,
             request_timeout_s=self._config.server.request_timeout_s,
             remembered_calls=self._config.scheduler.timeline_requests,
+            max_answers=self._config.server.max_answers_per_call,
         )
 
     def _engine_settings(self) -> dict[str, Any]:
@@ -316,12 +326,19 @@ class Orchestrator:
     def _on_event(self, seat: Seat, event: AnyEvent) -> None:
         if not self._cluster.is_current(seat):
             return
-        if isinstance(event, Ready | StartFailed | Heartbeat | LinkReady | Audited):
+        if isinstance(event, StopAsked):
+            asyncio.get_running_loop().call_later(_STOP_WAIT_S, self._stop_worker, seat)
+        elif isinstance(event, Ready | StartFailed | Heartbeat | LinkReady | Audited):
             self._cluster.on_event(seat, event)
             if isinstance(event, Heartbeat):
                 self._scheduler.on_stats(seat, event.stats)
         else:
             self._scheduler.on_event(seat, event)
+
+    def _stop_worker(self, seat: Seat) -> None:
+        """It was sent SIGTERM: it ends in order, and is started again, unless all were sent one."""
+        if not self._stop_asked.is_set() and self._cluster.is_current(seat):
+            self._send(seat, Stop(epoch=seat.epoch))
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -48,7 +48,7 @@ from memserve.core.vocabulary import (
     StopSeen,
     WorkerEvent,
 )
-from memserve.errors import InstanceLostError, MemServeError, OverloadedError, UnavailableError
+from memserve.errors import MemServeError, OverloadedError, UnavailableError
 from memserve.frontend.service import OutputSink
 from memserve.messages import (
     AnyCommand,
@@ -404,7 +404,7 @@ class GlobalScheduler:
                 case Learned():
                     self._learn(active, action)
                 case Fail():
-                    self._error(active, InstanceLostError(action.message))
+                    self._error(active, action.error)
                 case PlaceAgain():
                     self._totals.replaced += 1
                     deadline = now + self._settings.wait_timeout_s

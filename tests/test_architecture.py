@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, str] = {
     "errors": "",
     "units": "",
     "frames": "errors",
+    "run_dirs": "",
     "changes": "types",
     "messages": "changes errors types",
     # the pure core
@@ -58,6 +59,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     # the front end says in `service` what it needs of the others, and sees no more of them
     "frontend": "core.delivery core.vocabulary errors frontend messages types",
+    "frontend.grammars": "errors workers.environment",
     "frontend.service": "core.delivery core.vocabulary errors status types",
     # what people see in a terminal: no more than a snapshot
     "progress": "types units",
@@ -66,7 +68,7 @@ MAY_IMPORT: dict[str, str] = {
     "tui": "errors messages progress status status_client tui_text types units",
     # the workers: nothing of the orchestrator
     "ops": "errors ops types",
-    "workers": "changes core errors frames messages ops types workers",
+    "workers": "changes core errors frames messages ops run_dirs types workers",
     "workers.environment": "",
     "workers.spec": "core.cost_model errors frames messages types",
     "scheduler_settings": "caches config core types",
@@ -82,7 +84,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "orchestrator": (
         "channel cluster config core errors frontend loras messages models profiles progress"
-        " scheduler scheduler_settings status tui types worker_specs workers.environment"
+        " run_dirs scheduler scheduler_settings status tui types worker_specs workers.environment"
     ),
     "cli": (
         "calibration config config_text core.mode engine_args errors models orchestrator progress"
@@ -94,7 +96,7 @@ MAY_IMPORT: dict[str, str] = {
 LIBRARIES: dict[str, str] = {
     "torch": "ops workers",
     "transformers": "workers",
-    "vllm": "frontend.client frontend.openai workers",
+    "vllm": "frontend.client frontend.grammars frontend.openai workers",
 }
 """Library → who may import it."""
 

@@ -260,7 +260,7 @@ class RequestLifecycle:
         if plan is None or output.attempt != self.attempt:
             return []
         if output.finish_reason in ("error", "abort"):
-            return self._fail(f"instance {instance} gave up the request")
+            return self._given_up(instance, output)
         if self.phase is Phase.PREFILL and instance == plan.first.instance:
             return self._on_prefill_output(plan, output)
         if self.phase is Phase.DECODE and instance == plan.last.instance:
@@ -481,9 +481,16 @@ class RequestLifecycle:
         self.plan = None
         return [*actions, note, PlaceAgain(reason)]
 
-    def _fail(self, message: str) -> list[Action]:
+    def _given_up(self, instance: InstanceId, output: TokenOutput) -> list[Action]:
+        """The engine says `error` where no token fits a grammar, or where it does not compile."""
+        if output.finish_reason == "error" and self.spec.grammar_field is not None:
+            after = f" after {len(self.generated)} tokens" if self.generated else ""
+            return self._fail(f"nothing fits it{after}", self.spec.grammar_field)
+        return self._fail(f"instance {instance} gave up the request")
+
+    def _fail(self, message: str, field: str | None = None) -> list[Action]:
         """The client gets an error, if it still waits; everybody forgets the request."""
-        told_client: list[Action] = [] if self.is_client_done else [Fail(message)]
+        told_client: list[Action] = [] if self.is_client_done else [Fail(message, field)]
         self.is_client_done = True
         return [*told_client, *self._release_all()]
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from memserve.core.delivery import Delivery
+from memserve.errors import InstanceLostError, MemServeError, RequestError
 from memserve.messages import (
     Allocated,
     AnyCommand,
@@ -99,6 +100,8 @@ class RequestSpec(msgspec.Struct, frozen=True):
     """Lower goes first."""
     session: str = ""
     """What the client calls the conversation, if anything."""
+    grammar_field: str | None = None
+    """The field of the client's body that says what the output must follow, if one does."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -132,6 +135,15 @@ class Fail(msgspec.Struct, frozen=True):
     """End the client's stream with an error."""
 
     message: str
+    field: str | None = None
+    """Of the client's body, if what it says is at fault."""
+
+    @property
+    def error(self) -> MemServeError:
+        """What the client is told."""
+        if self.field is None:
+            return InstanceLostError(self.message)
+        return RequestError(f"{self.field}: {self.message}", self.field)
 
 
 class PlaceAgain(msgspec.Struct, frozen=True):

@@ -34,11 +34,15 @@ class Call:
     """Whose API key it came with; keys take turns."""
     session: str = ""
     """What the client calls the conversation, if anything."""
+    grammar_field: str = "structured_outputs"
+    """The field of its body that says what the output must follow, if one does."""
     request_ids: list[RequestId] = field(default_factory=list)
     endings: list[Callable[[], None]] = field(default_factory=list)
     """Free what the call started; each does nothing when called again."""
     failure: MemServeError | None = None
     """Why its stream ended early."""
+    is_over: bool = False
+    """Nothing may be started for it any more."""
     before_wait: Callable[[], Awaitable[None]] = _nothing
     """Awaited when all outputs at hand were passed on, before waiting for the next engine step."""
 
@@ -62,6 +66,7 @@ class CallIndex:
 
     def end(self, call: Call) -> None:
         """Free what the call still holds; it can be asked about for some time."""
+        call.is_over = True
         for ending in call.endings:
             ending()
         call.endings.clear()

@@ -2,9 +2,9 @@
 
 Collaborators: `openai.py` builds it and gives it to vLLM's serving objects, which call `generate`;
 the scheduler (`service.Scheduler`) runs the requests and calls `on_step` and `on_error`; vLLM's
-`InputProcessor` validates, its `OutputProcessor` detokenizes and looks for stop strings. What of a
-P's and a D's output belongs to the client was decided by the lifecycle (`core/delivery.py`); here
-it is only carried out.
+`InputProcessor` validates all but grammars (`grammars.py`), its `OutputProcessor` detokenizes and
+looks for stop strings. What of a P's and a D's output belongs to the client was decided by the
+lifecycle (`core/delivery.py`); here it is only carried out.
 
 Imports vllm, and torch with it: the orchestrator imports this module in a thread.
 """
@@ -37,6 +37,7 @@ from memserve.core.vocabulary import RequestSpec
 from memserve.errors import DeadlineError, MemServeError, RequestError
 from memserve.frontend.calls import Call, CallIndex
 from memserve.frontend.errors import ApiError
+from memserve.frontend.grammars import GrammarCheck
 from memserve.frontend.service import Scheduler
 from memserve.types import Namespace, RequestId
 
@@ -134,7 +135,9 @@ class MemServeClient(EngineClient):
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.input_processor = InputProcessor(vllm_config)
+        self.input_processor.structured_outputs_config = None  # they are checked apart
         self.renderer = self.input_processor.renderer
+        self.grammars = GrammarCheck(vllm_config, self.renderer.tokenizer)
         self.output_processor = OutputProcessor(
             self.renderer.tokenizer,
             log_stats=False,
@@ -174,6 +177,7 @@ class MemServeClient(EngineClient):
         """Submit a rendered prompt now; its outputs come from the generator that is returned.
 
         The generator need not be iterated: ending its call (`CallIndex.end`) frees everything.
+        A request whose output must follow a grammar is submitted by its generator, after the check.
         Raises: RequestError and vLLM's validation errors if the request cannot be served,
         UnavailableError if no instance can take it, OverloadedError if too many wait.
         """
@@ -198,9 +202,29 @@ class MemServeClient(EngineClient):
         request.request_id = secrets.token_hex(8)
         text = extract_prompt_components(self.model_config, prompt).text
         call = self._calls.serving(request_id) or Call(request_id, None)
+        if sampling_params.structured_outputs is not None:
+            return self._outputs_once_checked(request, call, text)
         run = _Run(request)
         self._start(run, call, text)
         return self._outputs(run, call)
+
+    async def _outputs_once_checked(
+        self, request: EngineCoreRequest, call: Call, text: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        params = request.params
+        try:
+            params.structured_outputs = await self.grammars.check(
+                params.structured_outputs, call.grammar_field
+            )
+            if call.is_over:
+                return
+            run = _Run(request)
+            self._start(run, call, text)
+        except MemServeError as error:
+            call.failure = error
+            raise StreamFailed(error) from error
+        async for output in self._outputs(run, call):
+            yield output
 
     def _start(self, run: _Run, call: Call, text: str | None) -> None:
         loop = asyncio.get_running_loop()
@@ -236,6 +260,7 @@ class MemServeClient(EngineClient):
             client=call.key_name,
             priority=request.priority,
             session=call.session,
+            grammar_field=call.grammar_field if params.structured_outputs is not None else None,
         )
 
     async def _outputs(self, run: _Run, call: Call) -> AsyncGenerator[RequestOutput, None]:
@@ -345,7 +370,8 @@ class MemServeClient(EngineClient):
         return False
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the tokenizer's threads."""
+        """Stop the threads of the tokenizer and of the checks."""
+        self.grammars.close()
         self.renderer.shutdown()
 
     def encode(self, *args: Any, **kwargs: Any) -> NoReturn:

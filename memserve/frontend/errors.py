@@ -71,7 +71,7 @@ class ApiError(Exception):
         headers: dict[str, str] = {}
         if isinstance(error, UnavailableError | OverloadedError):
             headers["Retry-After"] = str(error.retry_after_s)
-        param = "model" if isinstance(error, UnknownModelError) else None
+        param = error.field if isinstance(error, RequestError) else None
         return cls(status, str(error), param=param, headers=headers)
 
     def body(self) -> bytes:

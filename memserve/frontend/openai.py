@@ -40,6 +40,7 @@ from memserve.errors import MemServeError, StartError, UnknownModelError
 from memserve.frontend.calls import Call, CallIndex
 from memserve.frontend.client import MemServeClient, StreamFailed
 from memserve.frontend.errors import ApiError
+from memserve.frontend.grammars import MAX_CHARS, is_short
 from memserve.frontend.service import Scheduler
 from memserve.frontend.validation import describe
 from memserve.types import Lora
@@ -70,12 +71,14 @@ def build_frontend(
     loras: Sequence[Lora] = (),
     request_timeout_s: float = 600.0,
     remembered_calls: int = 1024,
+    max_answers: int = 128,
     tool_parser: str | None = None,
 ) -> Frontend:
     """Load the tokenizer and the chat template, and attach to the scheduler. Takes seconds.
 
     `model` is a folder or a Hugging Face id; `engine` holds the arguments for vLLM's `EngineArgs`
     that the workers have too. `loras`: adapters that are served under their own names.
+    `max_answers`: of one call, for all its prompts.
     Raises: StartError.
     """
     try:
@@ -86,7 +89,7 @@ def build_frontend(
         reason = " ".join(str(error).split())  # pydantic's is a paragraph
         raise StartError(f"vLLM refuses the model or the engine settings: {reason}") from error
     scheduler.attach(client)
-    return Frontend(vllm_config, client, calls, served_name, tool_parser, loras)
+    return Frontend(vllm_config, client, calls, served_name, tool_parser, loras, max_answers)
 
 
 class Frontend:
@@ -103,10 +106,12 @@ class Frontend:
         served_name: str,
         tool_parser: str | None,
         loras: Sequence[Lora],
+        max_answers: int,
     ) -> None:
         self.client = client
         self.calls = calls
         self.served_name = served_name
+        self._max_answers = max_answers
         reasoning_parser = vllm_config.structured_outputs_config.reasoning_parser or ""
         template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
         tools = {"enable_auto_tools": tool_parser is not None, "tool_parser": tool_parser}
@@ -144,16 +149,22 @@ class Frontend:
 
     async def chat(self, body: object, call: Call) -> bytes | AsyncGenerator[str, None]:
         """`POST /v1/chat/completions`: the response, or its server-sent events."""
-        request = self._parse(ChatCompletionRequest, body)
+        request = await self._read(ChatCompletionRequest, body)
         _require(request.messages, "messages", "at least one message is needed")
+        self._require_few(1, request.n)
         request.request_id = call.id
+        call.grammar_field = _grammar_field(request)
         return await self._generate(self._chat.create_chat_completion, request, body)
 
     async def complete(self, body: object, call: Call) -> bytes | AsyncGenerator[str, None]:
         """`POST /v1/completions`: the response, or its server-sent events."""
-        request = self._parse(CompletionRequest, body)
+        if isinstance(body, dict):  # before each is looked at
+            self._require_few(_num_prompts(body.get("prompt")), 1)
+        request = await self._read(CompletionRequest, body)
         _require(request.prompt, "prompt", "a text or a list of token ids is needed")
+        self._require_few(_num_prompts(request.prompt), request.n)
         request.request_id = call.id
+        call.grammar_field = _grammar_field(request)
         return await self._generate(self._completion.create_completion, request, body)
 
     async def models(self) -> bytes:
@@ -181,6 +192,23 @@ class Frontend:
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────
 
+    async def _read(self, kind: type[_RequestT], body: object) -> _RequestT:
+        """As `_parse`, in which vLLM compiles a structural tag: like any grammar, not here."""
+        field = _tag_field(body)
+        if field is None:
+            return self._parse(kind, body)
+
+        def parse() -> _RequestT:
+            if not is_short(body[field]):  # type: ignore[index]
+                message = f"{field}: is too long; allowed: {MAX_CHARS} characters"
+                raise ApiError(400, message, param=field)
+            return self._parse(kind, body)
+
+        try:
+            return await self.client.grammars.run(parse, field)
+        except MemServeError as error:
+            raise ApiError.of(error) from error
+
     def _parse(self, kind: type[_RequestT], body: object) -> _RequestT:
         if not isinstance(body, dict):
             raise ApiError(400, "the body is not a JSON object")
@@ -199,7 +227,7 @@ class Frontend:
         if model and model not in names:
             allowed = ", ".join(map(repr, names))
             message = f"the model {model!r} is not served here; allowed: {allowed}"
-            raise ApiError.of(UnknownModelError(message))
+            raise ApiError.of(UnknownModelError(message, "model"))
         return request
 
     async def _generate(
@@ -215,6 +243,14 @@ class Frontend:
             return _json(result)
         stream: AsyncGenerator[str, None] = result
         return stream
+
+    def _require_few(self, num_prompts: int, num_choices: int | None) -> None:
+        """Before anything is made for each of them."""
+        total, most = num_prompts * (num_choices or 1), self._max_answers
+        if total > most:
+            param = "prompt" if num_prompts > most else "n"
+            text = f"{total} answers of one call are too many; allowed: {most}"
+            raise ApiError(400, f"{param}: {text} (server.max_answers_per_call)", param=param)
 
     def _no_room(self) -> ApiError:
         """vLLM takes what is left of the context for the client's limit, and says it is too low."""
@@ -254,6 +290,29 @@ def _of_response(response: ErrorResponse) -> ApiError:
 def _require(value: object, name: str, need: str) -> None:
     if not value:
         raise ApiError(400, f"{name}: is empty; {need}", param=name)
+
+
+def _num_prompts(prompt: object) -> int:
+    """Of a text, a list of token ids, or a list of several of either."""
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return 1
+    return len(prompt)
+
+
+def _tag_field(body: object) -> str | None:
+    """The field that holds a structural tag, if one does."""
+    if not isinstance(body, dict):
+        return None
+    form, outputs = body.get("response_format"), body.get("structured_outputs")
+    if isinstance(outputs, dict) and outputs.get("structural_tag") is not None:
+        return "structured_outputs"
+    is_tag = isinstance(form, dict) and form.get("type") == "structural_tag"
+    return "response_format" if is_tag else None
+
+
+def _grammar_field(request: ChatCompletionRequest | CompletionRequest) -> str:
+    """The field that says what the output must follow, if one does."""
+    return "response_format" if request.structured_outputs is None else "structured_outputs"
 
 
 def _asks_for_nothing(body: object) -> bool:

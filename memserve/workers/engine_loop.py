@@ -32,6 +32,7 @@ from memserve.messages import (
     PoolStats,
     Started,
     Stop,
+    StopAsked,
     TokenOutput,
     Tokens,
 )
@@ -118,6 +119,7 @@ class EngineLoop:
         self._next_heartbeat = 0.0
         self._is_starved = False
         self._is_stopping = False
+        self._is_asked_to_stop = False
         channel.wake_on(engine.serve_while_waiting(self._serve_inside))
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────
@@ -136,6 +138,9 @@ class EngineLoop:
             was_busy = self._engine.is_busy
             if was_busy:
                 self._step()
+            if self._is_asked_to_stop:
+                self._is_asked_to_stop = False
+                self._emit(StopAsked(instance=self._instance, epoch=self._epoch))
             self._reports.flush()
             if was_busy:
                 self._turn_s += self._clock() - began
@@ -144,8 +149,12 @@ class EngineLoop:
                 self._beat()
 
     def stop(self) -> None:
-        """End `run` after the present step. May be called from a signal handler."""
+        """End `run` after the present step."""
         self._is_stopping = True
+
+    def ask_to_stop(self) -> None:
+        """Tell the hub that somebody wants this, at the next turn. Made for a signal handler."""
+        self._is_asked_to_stop = True
 
     def _patience_s(self) -> float:
         """How long nothing but a command can matter."""

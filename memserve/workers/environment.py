@@ -15,6 +15,10 @@ NO_MULTICAST = {
 """What keeps the ranks of an instance from NVLink multicast: a program that dies with it set up can
 leave the GPUs of a host unusable for everybody. vLLM's own all-reduce does without it."""
 
+GRAMMAR_STACK_BYTES = 64 << 20
+"""Stack of the threads that check and compile grammars: three times what the deepest of 64 Ki
+characters was seen to take. It costs address space, and memory only as far as it is used."""
+
 
 def set_engine_environment(
     environment: MutableMapping[str, str],

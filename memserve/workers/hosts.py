@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -258,6 +259,9 @@ class RankedKvHost(_LoopHost):
         except StartError as error:
             put(connection, Failed(str(error)))
             raise
+        # vLLM's handler would end this rank; its driver does that, in order.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         _unlink_shared_memory()
         assert memory.tensor is not None
         self._dram = RankDram(geometry, memory.tensor, memory.ops)

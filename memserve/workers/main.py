@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,7 +33,7 @@ from memserve.types import Geometry
 from memserve.workers.compat import Engine, make_config
 from memserve.workers.engine_loop import EngineLoop
 from memserve.workers.engine_pool import EnginePool
-from memserve.workers.environment import set_engine_environment
+from memserve.workers.environment import GRAMMAR_STACK_BYTES, set_engine_environment
 from memserve.workers.hosts import Home, KvHost, OwnKvHost, RankedKvHost, make_host
 from memserve.workers.index_reports import IndexReports
 from memserve.workers.links.choice import LinkChoice
@@ -90,10 +91,8 @@ def _serve(spec: WorkerSpec) -> int:
         port.send(StartFailed(instance=spec.instance, epoch=spec.epoch, message=message))
         port.close()
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: worker.loop.stop())
-    with _WakeUp() as fd:
-        port.wake_on(fd)
-        worker.run()
+    signal.signal(signal.SIGTERM, lambda *_: worker.loop.ask_to_stop())
+    worker.run()
     return 0
 
 
@@ -256,13 +255,14 @@ def _tie_forks_to_their_parents() -> None:
 
 def _set_up_process(spec: WorkerSpec) -> None:
     sleep_exactly()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the orchestrator ends its workers, in order
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the orchestrator ends its workers, in order
+        signal.signal(number, signal.SIG_IGN)
     set_engine_environment(os.environ, num_threads=spec.num_threads, log_level=spec.log_level)
     if spec.visible_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_gpus)
     os.environ["TMPDIR"] = tempfile.tempdir = spec.run_dir
     torch.set_num_threads(spec.num_threads)
+    threading.stack_size(GRAMMAR_STACK_BYTES)
     level = spec.log_level.upper()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=_LOG_FORMAT, force=True)
     logging.getLogger("memserve").setLevel(level)
@@ -296,17 +296,3 @@ def _turn_on_gpus(paths: Sequence[str]) -> Iterator[None]:
             # Not only closed: ranks that were forked meanwhile hold the same file open.
             locks.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         yield
-
-
-class _WakeUp:
-    """A file descriptor that becomes readable when a signal has been handled."""
-
-    def __enter__(self) -> int:
-        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        return self._read
-
-    def __exit__(self, *exc_info: object) -> None:
-        signal.set_wakeup_fd(-1)
-        os.close(self._read)
-        os.close(self._write)

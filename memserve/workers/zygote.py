@@ -11,7 +11,9 @@ it may still be writing to. So each worker is a process group, the zygote inheri
 process of it leaves behind (the kernel kills ranks with their driver, which takes a moment), and
 says `Exited` when the last one is reaped.
 
-Nothing outlives the orchestrator: when its end of the socket pair closes, however it died, the
+SIGTERM may be sent to all processes of a cluster at once, as systemd does. The orchestrator needs
+this one and the workers until running requests have ended, so it ends neither. But nothing outlives
+the orchestrator: when its end of the socket pair closes, however it died, the
 zygote kills its workers, waits for them, removes the run directory if the orchestrator is gone, and
 ends. A worker whose zygote dies is killed by the kernel.
 """
@@ -30,11 +32,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from memserve.errors import MemServeError
+from memserve.run_dirs import hold
 from memserve.types import InstanceId
 from memserve.workers.environment import set_engine_environment
 from memserve.workers.spec import (
@@ -113,11 +117,12 @@ class Zygote:
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> None:
-        """Until the orchestrator closes its end, or SIGTERM."""
+        """Until the orchestrator closes its end."""
         self._catch_signals()
         _inherit_orphans()
         started_at = time.monotonic()
         try:
+            hold(Path(self._run_dir))  # the workers too: they inherit the lock
             import_engine(self._require_parent)
             gc.collect()
             gc.freeze()  # the workers share these pages as long as nobody writes to them
@@ -138,10 +143,9 @@ class Zygote:
         return bool(ready)
 
     def _catch_signals(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Handlers that do nothing: the numbers arrive through the pipe.
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # that it came is seen at the pipe
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def _serve_requests(self) -> None:
@@ -150,8 +154,8 @@ class Zygote:
         poller.register(self._wake_read, select.POLLIN)
         while True:
             ready = {fd for fd, _ in poller.poll(self._patience_ms())}
-            if self._wake_read in ready and signal.SIGTERM in os.read(self._wake_read, 512):
-                return
+            if self._wake_read in ready:
+                os.read(self._wake_read, 512)
             self._reap()
             if self._sock.fileno() in ready:
                 self._handle()

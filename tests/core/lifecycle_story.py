@@ -100,7 +100,7 @@ def lines(actions: list[Action]) -> list[str]:
             case Learned():
                 texts.append(f"{action.instance} has {action.num_tokens}")
             case Fail():
-                texts.append(f"fail: {action.message}")
+                texts.append(f"fail: {action.error}")
             case PlaceAgain():
                 texts.append("place again")
             case Ended():
@@ -120,6 +120,7 @@ class Story:
         prompt: int = 10,
         max_tokens: int = 5,
         resample: bool = False,
+        grammar_field: str | None = None,
         max_attempts: int = 3,
     ) -> None:
         spec = RequestSpec(
@@ -129,6 +130,7 @@ class Story:
             max_tokens=max_tokens,
             resample=resample,
             namespace=Namespace(),
+            grammar_field=grammar_field,
         )
         self.life = RequestLifecycle(spec, Limits(BLOCK_SIZE, max_attempts, 30.0))
         self.caching = caching

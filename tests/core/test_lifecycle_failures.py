@@ -103,6 +103,20 @@ def test_07_a_prompt_refused_on_p_fails_and_both_are_told() -> None:
     assert story.transmit_failed("P0", "forward") == ["D0 Cancel forward", "ended"]
 
 
+def test_07_what_no_token_fits_is_the_client_s_mistake() -> None:
+    fails = "fail: response_format: nothing fits it"
+    story = Story(resample=True, grammar_field="response_format")
+    story.place("PD0")
+    assert story.output("PD0", 0, "error")[0] == fails
+    story = Story(resample=True, grammar_field="response_format")
+    story.place("PD0")
+    story.output("PD0", 2)
+    assert story.output("PD0", 0, "error")[0] == f"{fails} after 2 tokens"
+    story = Story(resample=True, grammar_field="response_format")
+    story.place("PD0")
+    assert story.output("PD0", 0, "abort")[0] == "fail: instance PD0 gave up the request"
+
+
 def test_08_the_receiver_is_told_how_many_bytes_must_be_there() -> None:
     story = Story().until_handoff()
     assert "D0 Commit forward 150 pin" in story.sent("P0", "forward", 2, size_bytes=150)

@@ -130,6 +130,10 @@ async def client(cluster: Cluster) -> AsyncIterator[Client]:
     assert "Traceback" not in cluster.output()
 
 
+def _format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+
+
 _HELLO = [{"role": "user", "content": "Hello!"}]
 
 
@@ -151,6 +155,20 @@ _HELLO = [{"role": "user", "content": "Hello!"}]
             400,
             ["response_format"],
         ),
+        # It compiles, and allows no token.
+        (
+            "chat/completions",
+            {"messages": _HELLO, "response_format": _format({"$ref": "#"})},
+            400,
+            ["response_format"],
+        ),
+        (
+            "chat/completions",
+            {"messages": _HELLO, "response_format": _format({"$ref": "#/nowhere"})},
+            400,
+            ["response_format", "nowhere"],
+        ),
+        ("completions", {"prompt": "Hello", "n": 16384}, 400, ["n", "128"]),
         ("completions", {"prompt": ""}, 400, ["prompt"]),
         ("completions", {"prompt": []}, 400, ["prompt"]),
         ("completions", {}, 400, ["prompt"]),

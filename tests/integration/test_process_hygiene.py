@@ -17,6 +17,7 @@ import pytest
 
 from tests.integration.api_client import ApiError, Client, StreamCut, until_async
 from tests.integration.cluster_harness import STOP_S, Cluster, until
+from tests.integration.failing import signal_instance, until_back
 from tests.integration.reference import Job, Reference
 from tests.integration.texts import Texts
 
@@ -54,7 +55,11 @@ def test_signals_when_idle(cluster: Cluster, number: signal.Signals) -> None:
     assert "Traceback" not in cluster.output()
 
 
-async def test_running_requests_drain(cluster: Cluster, texts: Texts, reference: Reference) -> None:
+@pytest.mark.parametrize("whom", ["the orchestrator", "everybody"])
+async def test_running_requests_drain(
+    cluster: Cluster, texts: Texts, reference: Reference, whom: str
+) -> None:
+    """Everybody is sent SIGTERM by systemd, for one."""
     job = Job(texts.tokens(60, random.Random(61)), 60)
     [expected] = await asyncio.to_thread(reference.tokens, [job])
     token_ids: list[int] = []
@@ -63,10 +68,27 @@ async def test_running_requests_drain(cluster: Cluster, texts: Texts, reference:
             for choice in event["choices"]:
                 token_ids += choice.get("token_ids") or []
             if len(token_ids) == 3:
-                cluster.orchestrator.send_signal(signal.SIGTERM)
+                _terminate(cluster, whom)
                 await _check_refuses(client, job)
         assert token_ids == expected
     assert await asyncio.to_thread(cluster.wait) == 0
+    cluster.assert_gone()
+
+
+def _terminate(cluster: Cluster, whom: str) -> None:
+    orchestrator = cluster.orchestrator
+    others = [p for p in cluster.processes() if p != orchestrator] if whom == "everybody" else []
+    assert len(others) in (0, 3), others  # the zygote, P0, D0
+    for process in [*others, orchestrator]:
+        process.send_signal(signal.SIGTERM)
+
+
+async def test_sigterm_of_one_worker_starts_it_again(cluster: Cluster, texts: Texts) -> None:
+    async with Client(cluster) as client:
+        before = await signal_instance(client, "P0", signal.SIGTERM)
+        await until_back(client, before)
+        await client.complete(texts.tokens(60, random.Random(64)), 1)
+    assert await asyncio.to_thread(cluster.stop) == 0
     cluster.assert_gone()
 
 

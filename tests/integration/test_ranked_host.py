@@ -145,6 +145,14 @@ def test_a_rank_killed_in_the_midst_of_a_swap_takes_the_instance_along() -> None
     assert set(os.listdir("/dev/shm")) <= before
 
 
+def test_no_rank_ends_by_a_signal_to_all(driver: Driver) -> None:
+    for rank in driver.ranks:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            rank.send_signal(number)
+    heads = torch.cat([contents(rank) for rank in range(TP)], dim=2)
+    assert torch.equal(sent(driver, "1,5,6"), heads[[1, 5, 6]])
+
+
 def test_no_rank_outlives_a_killed_driver(driver: Driver) -> None:
     driver.process.kill()
     driver.until_ranks_are_gone()

@@ -6,7 +6,6 @@ that the early styles can be early. Each style has a P of its own; all share one
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -30,6 +29,7 @@ from memserve.messages import (
     ResetCache,
     Sent,
     Started,
+    Stop,
     Transmit,
     TransmitFailed,
 )
@@ -68,8 +68,7 @@ def style(request: pytest.FixtureRequest, rig: Rig) -> Iterator[TransferStyle]:
     ready = rig.start(name, style=style, engine=engine)
     rig.link({name: ready[name], "D0": rig.ready["D0"]})
     yield style
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(rig.pids[name], signal.SIGTERM)
+    rig.send(name, Stop(epoch=1))
     assert rig.exit_of(rig.pids[name]) in (0, -signal.SIGKILL)
 
 

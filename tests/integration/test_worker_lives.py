@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from memserve.messages import Ready, StartFailed, Stop
+from memserve.messages import Ready, StartFailed, Stop, StopAsked
 from memserve.workers.spec import receive_notice
 from tests.integration.worker_harness import DEADLINE_S, ENGINE, Rig
 
@@ -101,6 +101,8 @@ def test_each_end_is_reported_once_with_its_cause(rig: Rig) -> None:
     rig.send("PD2", Stop(epoch=1))
     assert rig.exit_of(pids["PD2"]) == 0
     os.kill(pids["PD3"], signal.SIGTERM)
+    rig.expect("PD3", StopAsked)  # it is not its own to decide
+    rig.send("PD3", Stop(epoch=1))
     assert rig.exit_of(pids["PD3"]) == 0
     os.kill(pids["PD4"], signal.SIGKILL)
     assert rig.exit_of(pids["PD4"]) == -signal.SIGKILL

@@ -139,6 +139,16 @@ def test_what_cannot_be_killed_holds_up_nobody_for_ever(make_rig: RigMaker) -> N
     assert expected in rig.log.read_text()
 
 
+def test_it_works_on_after_a_signal_to_all(make_rig: RigMaker) -> None:
+    rig = make_rig(FOREVER_S)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        rig.process.send_signal(number)
+    driver, rank = rig.fork("P0")
+    for process in (rank, driver):
+        process.kill()
+    assert receive_notice(rig.socket) == Exited(InstanceId("P0"), 1, driver.pid, -signal.SIGKILL)
+
+
 def test_nothing_is_left_when_the_orchestrator_lets_go(make_rig: RigMaker) -> None:
     rig = make_rig(FOREVER_S)
     first, left_behind = rig.fork("P0")

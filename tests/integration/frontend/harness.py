@@ -39,7 +39,7 @@ from memserve.core.vocabulary import (
     Send,
     StopSeen,
 )
-from memserve.errors import InstanceLostError, MemServeError
+from memserve.errors import MemServeError
 from memserve.frontend.service import OutputSink
 from memserve.messages import (
     Abort,
@@ -76,6 +76,8 @@ class Script:
     """Of the prompt, on P. D always finds all of it."""
     pause_after: int | None = None
     """Generate so many tokens, and go on after `FakeCluster.resume`."""
+    stuck_after: int | None = None
+    """The grammar allows no token after so many."""
 
 
 class Timeline(msgspec.Struct, frozen=True):
@@ -219,7 +221,7 @@ class FakeCluster:
                 request.commands.append(action.command)
                 self._obey(request, action.instance, action.command)
             elif isinstance(action, Fail):
-                self.sink.on_error(request.lifecycle.spec.id, InstanceLostError(action.message))
+                self.sink.on_error(request.lifecycle.spec.id, action.error)
                 request.state = "failed"
             elif isinstance(action, Ended):
                 del self._by_id[request.lifecycle.spec.id]
@@ -330,6 +332,8 @@ class FakeCluster:
             output.stop_reason = None if is_eos else token
         elif is_handing_over or position + 1 >= spec.max_tokens:
             output.finish_reason = FinishReason.LENGTH
+        if position == request.script.stuck_after and params.structured_outputs is not None:
+            output.new_token_ids, output.finish_reason = [], FinishReason.ERROR
         if params.logprobs is not None:
             output.new_logprobs = _logprobs(token, params.logprobs)
         if is_first:
