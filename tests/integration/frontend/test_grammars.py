@@ -109,6 +109,20 @@ async def test_what_compiles_and_leads_nowhere(
     assert answer["error"]["message"] == f"{field}: nothing fits it"
 
 
+async def test_a_stream_begins_with_its_first_token(server: Server, cluster: FakeCluster) -> None:
+    """What P says of the prompt, before D samples it, is no event: the status is still open."""
+    cluster.play(Script([100, 200, 300]))
+    more = {"max_tokens": 3, "logprobs": True, "top_logprobs": 2, OUTPUTS: {"regex": "a+"}}
+    body = {"model": MODEL, "messages": USER, "stream": True, **more}
+    async with server.http.post(f"{server.url}{CHAT}", json=body) as response:
+        assert response.status == 200
+        events = [line[6:] for line in (await response.text()).splitlines() if line]
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    assert choices[0]["delta"]["role"] == "assistant"
+    said = [choice["logprobs"]["content"] for choice in choices if choice["logprobs"]]
+    assert sum(map(len, said)) == 3
+
+
 async def test_a_dead_end_within_a_stream(server: Server, cluster: FakeCluster) -> None:
     cluster.play(Script([100, 200, 300], stuck_after=2))
     body = {"model": MODEL, "messages": USER, "stream": True, OUTPUTS: {"regex": "a+"}}
