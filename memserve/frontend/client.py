@@ -266,13 +266,19 @@ class MemServeClient(EngineClient):
     async def _outputs(self, run: _Run, call: Call) -> AsyncGenerator[RequestOutput, None]:
         try:
             is_finished = False
+            held: RequestOutput | None = None
             while not is_finished:
                 output = run.queue.get_nowait()
                 if output is None:
                     await call.before_wait()
                     output = await run.queue.get()
                 is_finished = output.finished
-                yield output
+                if held is not None:
+                    held.add(output, aggregate=True)
+                    output = held
+                held = None if is_finished or _has_tokens(output) else output
+                if held is None:
+                    yield output
         except MemServeError as error:
             call.failure = error
             raise StreamFailed(error) from error
@@ -387,6 +393,12 @@ class MemServeClient(EngineClient):
     reset_mm_cache = reset_encoder_cache = reset_prefix_cache = _unsupported
     sleep = wake_up = release_kv_cache_memory = _unsupported
     add_lora = pause_generation = resume_generation = _unsupported
+
+
+def _has_tokens(output: RequestOutput) -> bool:
+    """What P says of the prompt alone is no beginning: what fails before the first token has no
+    stream yet, and gets a status."""
+    return any(choice.token_ids for choice in output.outputs)
 
 
 def _refuse_other_than_text(request: EngineCoreRequest) -> None:

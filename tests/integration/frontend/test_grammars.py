@@ -32,16 +32,16 @@ def schema(value: object) -> dict[str, Any]:
     return {FORMAT: {"type": "json_schema", "json_schema": {"name": "it", "schema": value}}}
 
 
-def deep(levels: int) -> dict[str, Any]:
-    value: dict[str, Any] = {}
+def deep(levels: int, value: dict[str, Any] | None = None) -> dict[str, Any]:
+    value = value or {}
     for _ in range(levels):
         value = {"items": value}
     return value
 
 
-def chain(length: int, **more: Any) -> dict[str, Any]:
-    """A schema that refers to the next one, and so on."""
-    links = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(length)}
+def chain(length: int, levels: int = 1, **more: Any) -> dict[str, Any]:
+    """A schema in which one refers to the next, and so on."""
+    links = {str(i): deep(levels, {"$ref": f"#/$defs/{i + 1}"}) for i in range(length)}
     return {"$defs": {**links, str(length): {"type": "string"}, **more}, "$ref": "#/$defs/0"}
 
 
@@ -109,6 +109,20 @@ async def test_what_compiles_and_leads_nowhere(
     assert answer["error"]["message"] == f"{field}: nothing fits it"
 
 
+async def test_a_stream_begins_with_its_first_token(server: Server, cluster: FakeCluster) -> None:
+    """What P says of the prompt, before D samples it, is no event: the status is still open."""
+    cluster.play(Script([100, 200, 300]))
+    more = {"max_tokens": 3, "logprobs": True, "top_logprobs": 2, OUTPUTS: {"regex": "a+"}}
+    body = {"model": MODEL, "messages": USER, "stream": True, **more}
+    async with server.http.post(f"{server.url}{CHAT}", json=body) as response:
+        assert response.status == 200
+        events = [line[6:] for line in (await response.text()).splitlines() if line]
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    assert choices[0]["delta"]["role"] == "assistant"
+    said = [choice["logprobs"]["content"] for choice in choices if choice["logprobs"]]
+    assert sum(map(len, said)) == 3
+
+
 async def test_a_dead_end_within_a_stream(server: Server, cluster: FakeCluster) -> None:
     cluster.play(Script([100, 200, 300], stuck_after=2))
     body = {"model": MODEL, "messages": USER, "stream": True, OUTPUTS: {"regex": "a+"}}
@@ -125,8 +139,8 @@ async def test_the_deepest_that_is_allowed(
     server: Server, cluster: FakeCluster, more: dict[str, Any]
 ) -> None:
     """It overflows the stack of an ordinary thread: the process would be gone."""
-    value = chain(1_300, **more)
-    assert 50_000 < len(json.dumps(value)) < MAX_CHARS
+    value = chain(80, levels=50, **more)
+    assert 40_000 < len(json.dumps(value)) < MAX_CHARS
     cluster.play(Script([100]))
     status, answer = await server.post(
         CHAT, {"model": MODEL, "messages": USER, "max_tokens": 1, **schema(value)}
