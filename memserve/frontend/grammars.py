@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_CHARS = 1 << 16
+"""Of a grammar: below that, none was found that a stack of `GRAMMAR_STACK_BYTES` does not bear."""
 _CHECK_S = 10.0
 _THREADS = 2
 _MAX_REASON_CHARS = 240
@@ -98,10 +99,13 @@ class GrammarCheck:
 def is_short(part: object) -> bool:
     """Whether a check can bear it, as JSON. Stops counting where it cannot."""
     size = 0
-    for piece in [part] if isinstance(part, str) else json.JSONEncoder().iterencode(part):
-        size += len(piece)
-        if size > MAX_CHARS:
-            return False
+    try:
+        for piece in [part] if isinstance(part, str) else json.JSONEncoder().iterencode(part):
+            size += len(piece)
+            if size > MAX_CHARS:
+                return False
+    except RecursionError:
+        return False
     return True
 
 

@@ -13,9 +13,9 @@ says `Exited` when the last one is reaped.
 
 SIGTERM may be sent to all processes of a cluster at once, as systemd does. The orchestrator needs
 this one and the workers until running requests have ended, so it ends neither. But nothing outlives
-the orchestrator: when its end of the socket pair closes, however it died, the
-zygote kills its workers, waits for them, removes the run directory if the orchestrator is gone, and
-ends. A worker whose zygote dies is killed by the kernel.
+the orchestrator: when its end of the socket pair closes, however it died, the zygote kills its
+workers, waits for them, removes the run directory if the orchestrator is gone, and ends. A worker
+whose zygote dies is killed by the kernel.
 """
 
 from __future__ import annotations
