@@ -190,7 +190,7 @@ class Loads:
     def roles_there(self) -> set[Role]:
         """Of those that are ready, and not silent."""
         is_there = self.is_ready & ~self.is_silent
-        return {role for role in self.all_roles if (is_there & self.has_role[role]).any()}
+        return {r for r in self.all_roles if np.count_nonzero(is_there & self.has_role[r])}
 
     def longest_step_s(self, instance: InstanceId) -> float:
         """The longest step that it may be in, by what it has to do. Does not mutate."""
@@ -205,8 +205,8 @@ class Loads:
 
     def each_s(self, seconds: Callable[[CostModel], float]) -> Seconds:
         """[instances] By everyone's own cost model."""
-        each_s = np.empty(len(self.instances))
-        for cost, slots in self.by_cost:
+        each_s = np.full(len(self.instances), seconds(self.by_cost[0][0]))
+        for cost, slots in self.by_cost[1:]:
             each_s[slots] = seconds(cost)
         return each_s
 

@@ -222,11 +222,11 @@ def eligible(loads: Loads, splitting: Splitting, *, may_wait: bool) -> Eligible:
         whole |= is_open & loads.has_role[role]
     decode = is_open & loads.has_role[Role.DECODE]
     prefill = is_open & loads.has_role[Role.PREFILL]
-    if not splitting.is_split(there) or not decode.any():
+    if not splitting.is_split(there) or not np.count_nonzero(decode):
         prefill = nobody
-    if not whole.any() and not prefill.any():
+    if not np.count_nonzero(whole | prefill):
         raise UnavailableError("no instance is ready that could run the request")
-    if not may_wait and ((whole | prefill) & ~loads.is_busy).any():
+    if not may_wait and np.count_nonzero((whole | prefill) & ~loads.is_busy):
         whole, prefill = whole & ~loads.is_busy, prefill & ~loads.is_busy
     absence = splitting.absence(there, loads.all_roles)
     return Eligible(whole, prefill, decode, {} if absence is None else {"runs whole": absence})
