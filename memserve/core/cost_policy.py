@@ -239,12 +239,13 @@ class CostPolicy:
         if firsts.swap_s is not None:  # both bring theirs first, between two steps
             fetch_s = fetch_s + firsts.swap_s
             fetch_s = fetch_s + (float(firsts.swap_s[source]) + step_s if num_dram else 0.0)
+        counted_s = fetch_s
         if late_s := loads.fetch_times.late_s(source, demand.now):
             fetch_s = np.maximum(fetch_s + late_s, size_bytes / self._link.bytes_per_s)
+            # Not above: `late_s` is learnt from `fetch_s`, and would sink for ever.
+            counted_s = np.maximum(fetch_s, least_s)
         exec_s = loads.each_s(lambda cost: cost.exec_s(demand.num_tokens, num_tokens))
-        # `least_s` here, not above: `late_s` is learnt from `fetch_s`, and would sink for ever.
-        ready_s = np.maximum(np.maximum(firsts.queue_s, fetch_s), least_s)
-        total_s = ready_s + exec_s * firsts.num_waiting
+        total_s = np.maximum(firsts.queue_s, counted_s) + exec_s * firsts.num_waiting
         pays = (missing > 0) & (total_s < firsts.total_s)
         if not np.count_nonzero(pays):
             return

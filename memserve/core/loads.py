@@ -60,6 +60,7 @@ class Loads:
             role: np.array([role is other for other in roles.values()], bool) for role in Role
         }
         self.all_roles = frozenset(roles.values())
+        self._roles = [(role, self.has_role[role]) for role in self.all_roles]
         degrees = [(tp_of or {}).get(instance, cost.tp) for instance in self.instances]
         costs = {tp: CostModel(cost.profile, tp) for tp in {*degrees} - {cost.tp}} | {cost.tp: cost}
         self._costs = [costs[tp] for tp in degrees]
@@ -190,7 +191,7 @@ class Loads:
     def roles_there(self) -> set[Role]:
         """Of those that are ready, and not silent."""
         is_there = self.is_ready & ~self.is_silent
-        return {r for r in self.all_roles if np.count_nonzero(is_there & self.has_role[r])}
+        return {role for role, has_role in self._roles if np.count_nonzero(is_there & has_role)}
 
     def longest_step_s(self, instance: InstanceId) -> float:
         """The longest step that it may be in, by what it has to do. Does not mutate."""

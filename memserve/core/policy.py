@@ -84,6 +84,8 @@ class Splitting(msgspec.Struct, frozen=True):
 
     def absence(self, there: Collection[Role], all_roles: Collection[Role]) -> str | None:
         """Who of a pair is not there, in words; None: nobody is missed."""
+        if len(there) == len(all_roles):
+            return None
         pair = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
         absent = [word for role, word in pair.items() if role in all_roles and role not in there]
         if not absent or (self.split is Split.NEVER and absent == ["prefill"]):
