@@ -36,11 +36,13 @@ def shared_blocks(label: bytes | bytearray, packed: bytes, start: int, block_siz
     if packed.startswith(label, start):
         return len(label) // block_bytes
     count = min(len(label), len(packed) - start) // TOKEN_BYTES
+    if not count:
+        return 0
     ours = np.frombuffer(label, dtype=np.int32, count=count)
     theirs = np.frombuffer(packed, dtype=np.int32, count=count, offset=start)
     differs = ours != theirs
-    tokens = int(differs.argmax()) if differs.any() else count
-    return tokens // block_size
+    first = int(differs.argmax())
+    return (first if differs[first] else count) // block_size
 
 
 class Path:
