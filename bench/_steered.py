@@ -70,7 +70,7 @@ class SteeredPolicy:
             placement = with_fetch(placement, demand, loads)
         elif fetching is not Fetching.NEVER:
             placement = own
-        return msgspec.structs.replace(placement, reason=reason)
+        return msgspec.structs.replace(placement, explain=lambda: reason)
 
     def placed(self, demand: Demand, placement: Placement) -> None:
         """See `Policy`."""

@@ -35,6 +35,9 @@ instances count as others do: their queues, and what waits for them at the sched
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import msgspec
 import numpy as np
 
@@ -143,8 +146,8 @@ class CostPolicy:
             second = _least(decode_s, _preferred(can.decode, has_room), loads)
             if firsts.total_s[prefill] + decode_s[second] < least_s:
                 first, decode = prefill, second
-        reason = self._reason(demand, loads, can, firsts, load_s, first, decode)
-        return self._placement(loads, firsts, first, decode, reason)
+        explain = partial(self._reason, demand, loads, can, firsts, load_s, first, decode)
+        return self._placement(loads, firsts, first, decode, explain)
 
     def placed(self, demand: Demand, placement: Placement) -> None:
         """See `Policy`: there is nothing to remember."""
@@ -275,7 +278,12 @@ class CostPolicy:
     # ── the answer ────────────────────────────────────────────────────────────────────────────
 
     def _placement(
-        self, loads: Loads, firsts: _Firsts, first: int, decode: int | None, reason: Detail
+        self,
+        loads: Loads,
+        firsts: _Firsts,
+        first: int,
+        decode: int | None,
+        explain: Callable[[], Detail],
     ) -> Placement:
         choice, cached_tokens = None, int(firsts.cached[first])
         if (fetch := firsts.fetch_of(first)) is not None:
@@ -287,7 +295,7 @@ class CostPolicy:
             decode=None if decode is None else loads.instances[decode],
             fetch=choice,
             cached_tokens=cached_tokens,
-            reason=reason,
+            explain=explain,
         )
 
     def _reason(

@@ -31,7 +31,7 @@ there; who is silent (`hearing.py`) is not.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import msgspec
@@ -157,8 +157,14 @@ class Placement(msgspec.Struct, frozen=True):
     fetch: FetchChoice | None
     cached_tokens: int
     """That `first` will have of the prompt when it computes the rest."""
-    reason: Detail
-    """Why: the policy, and the candidates with their terms (seconds, tokens)."""
+    explain: Callable[[], Detail]
+    """Gives the reason, of which few are asked: who waits is placed again and again."""
+
+    @property
+    def reason(self) -> Detail:
+        """Why: the policy, and the candidates with their terms (seconds, tokens). By what the loads
+        and costs were; what was late lately, as of now."""
+        return self.explain()
 
 
 def with_fetch(placement: Placement, demand: Demand, loads: Loads) -> Placement:

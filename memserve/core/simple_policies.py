@@ -14,7 +14,7 @@ import numpy as np
 
 from memserve.core.loads import Bools, Loads
 from memserve.core.policy import Demand, Placement, Split, Splitting, eligible
-from memserve.core.timeline import Number
+from memserve.core.timeline import Detail, Number
 from memserve.types import InstanceId
 
 Rank: TypeAlias = tuple[int | float, ...]
@@ -43,17 +43,18 @@ class RankingPolicy:
             considered = firsts + decodes
         chosen = [slot for slot in (first, decode) if slot is not None]
         others = [slot for slot in considered if slot not in chosen]
+        reason: Detail = {
+            "policy": self.name,
+            "tokens": demand.num_tokens,
+            **can.reason,
+            "candidates": [_terms(slot, demand, loads) for slot in [*chosen, *others][:_SHOWN]],
+        }
         return Placement(
             first=loads.instances[first],
             decode=None if decode is None else loads.instances[decode],
             fetch=None,
             cached_tokens=int(demand.found()[first]),
-            reason={
-                "policy": self.name,
-                "tokens": demand.num_tokens,
-                **can.reason,
-                "candidates": [_terms(slot, demand, loads) for slot in [*chosen, *others][:_SHOWN]],
-            },
+            explain=lambda: reason,
         )
 
     def first_rank(self, slot: int, demand: Demand, loads: Loads) -> Rank:
