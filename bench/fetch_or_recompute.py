@@ -40,7 +40,7 @@ from typing import Any
 
 import msgspec
 
-from bench._fetch_replay import Replay
+from bench._fetch_replay import SOURCE, TARGET, Replay
 from bench._report import Scalar, parser, publish
 from bench._serve import get, pin_instances, released, serving
 from bench._steered import PROFILE, header
@@ -48,7 +48,6 @@ from memserve import profiles
 from memserve.core.policy import Fetching
 from memserve.types import InstanceId
 
-SOURCE, TARGET = InstanceId("PD0"), InstanceId("PD1")
 REQUEST_TIMEOUT_S = 120.0
 FIRST_TOKEN, LAST_TOKEN = 1000, 10_000
 """Prompts are random ids between these: no special tokens, in any vocabulary."""

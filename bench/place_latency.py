@@ -10,7 +10,8 @@ the policy on what it found (`cost`, with load on every instance), and both (`pl
 length of the prompt; and what the instances' events cost the event loop.
 
 All times are the thread's own (CPU time): nothing here waits, so they are what a free core takes.
-`place wall` is what the clock on the wall said, with whatever else ran on the machine.
+`place wall` is what the clock on the wall said, with whatever else ran on the machine. `explain` is
+the placement's reason, which the scheduler asks for once a request has its place, or begins to wait.
 """
 
 from __future__ import annotations
@@ -170,19 +171,26 @@ def place_times(load: Load, repeats: int) -> dict[str, dict[str, float]]:
     cost = CostModel(built_in(MODELS["llama-3.1-8b"], "NVIDIA H200"))
     policy = make_policy("cost", Split.ALWAYS, cost, "ipc")
     loads = busy(load, cost)
-    walk, decide, both, wall = [], [], [], []
+    walk, decide, both, wall, explain = [], [], [], [], []
     for _ in range(repeats):
         path = load.path()
         begin_wall, begin = time.perf_counter(), time.thread_time()
         match = load.tree.match(path)
         walked = time.thread_time()
-        policy.place(demand(match), loads)
+        placement = policy.place(demand(match), loads)
         end = time.thread_time()
         wall.append(time.perf_counter() - begin_wall)
         walk.append(walked - begin)
         decide.append(end - walked)
         both.append(end - begin)
-    samples = {"walk": walk, "policy": decide, "place": both, "place wall": wall}
+        explain.append(timed(placement.explain))
+    samples = {
+        "walk": walk,
+        "policy": decide,
+        "place": both,
+        "place wall": wall,
+        "explain": explain,
+    }
     return {name: microseconds(times) for name, times in samples.items()}
 
 

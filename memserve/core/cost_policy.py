@@ -53,7 +53,7 @@ from memserve.core.policy import (
     eligible,
 )
 from memserve.core.timeline import Detail, Number
-from memserve.types import COPIED_PORTION_BYTES, COPYING_LINKS, Role
+from memserve.types import COPIED_PORTION_BYTES, COPYING_LINKS
 
 _TIE = 0.01
 _TIE_S = 50e-6
@@ -315,15 +315,15 @@ class CostPolicy:
             if decode is None:
                 terms["load_s"] = round(load_s.item(slot), 6)
             candidates.append(terms)
-        if Role.DECODE in loads.all_roles:
-            candidates += [
-                {
-                    "instance": loads.instances[slot],
-                    "cached_tokens": demand.cached_tokens.item(slot),
-                    "load_s": round(load_s.item(slot), 6),
-                }
-                for slot in _best(load_s, can.decode & ~can.whole, decode)
-            ]
+        generating = can.decode & ~can.whole
+        candidates += [
+            {
+                "instance": loads.instances[slot],
+                "cached_tokens": demand.cached_tokens.item(slot),
+                "load_s": round(load_s.item(slot), 6),
+            }
+            for slot in (_best(load_s, generating, decode) if generating.any() else ())
+        ]
         return {
             "policy": self.name,
             "tokens": demand.num_tokens,
