@@ -10,8 +10,8 @@ the policy on what it found (`cost`, with load on every instance), and both (`pl
 length of the prompt; and what the instances' events cost the event loop.
 
 All times are the thread's own (CPU time): nothing here waits, so they are what a free core takes.
-`place wall` is what the clock on the wall said, with whatever else ran on the machine. `explain` is
-the placement's reason, which the scheduler asks for once a request has its place, or begins to wait.
+`place wall` is what the clock on the wall said, with whatever else ran on the machine. `explain`:
+the placement's reason, which the scheduler asks for once a request has a place, or begins to wait.
 """
 
 from __future__ import annotations

@@ -5,7 +5,17 @@ from __future__ import annotations
 from memserve.changes import Swapped
 from memserve.core.swap import SwapLimits
 from memserve.types import Medium
-from tests.contract.swap_rig import TOTAL, A, B, C, FaultyOps, ManualQueues, SwapNode, manual
+from tests.contract.swap_rig import (
+    TOTAL,
+    A,
+    B,
+    C,
+    FaultyOps,
+    ManualQueues,
+    SwapNode,
+    manual,
+    swapped_out,
+)
 from tests.contract.transfer_rig import prompt
 
 # ── out ───────────────────────────────────────────────────────────────────────────────────────
@@ -145,12 +155,8 @@ def test_a_reservation_saves_the_beginnings_of_what_is_too_much() -> None:
 
 
 def test_what_is_in_dram_already_is_not_saved_again() -> None:
-    node = SwapNode(num_slots=4)
-    node.remember(A)
-    node.swapper.swap_out(4)
-    node.swap()
-    node.forget_hbm()
-    assert node.where(A) == "DDDD" and node.swapper.stats().swapped_out == 4
+    node = swapped_out(num_slots=4)
+    assert node.swapper.stats().swapped_out == 4
     node.check_all(A)
 
 

@@ -91,34 +91,26 @@ def request_bytes(max_tokens: int = 16, cache_salt: str | None = None, **params:
 
 def prefill(name: str, token_ids: list[int], request: bytes, **changes: Any) -> Prefill:
     """The command: for D to go on with, unless said otherwise."""
-    fields: dict[str, Any] = {
-        "epoch": 1,
-        "request_id": RequestId(name),
-        "attempt": 1,
-        "request": request,
-        "known_tokens": 0,
-        "token_ids": token_ids,
-        "whole": False,
-        "hold": True,
-        "is_private": False,
-    }
+    fields = _first_attempt(name, token_ids, request) | {"whole": False, "hold": True}
     return Prefill(**fields | changes)
 
 
 def decode(name: str, token_ids: list[int], request: bytes, **changes: Any) -> Decode:
     """The command: after one generated token, unless said otherwise."""
-    fields: dict[str, Any] = {
+    fields = _first_attempt(name, token_ids, request) | {"num_generated": 1, "hold": False}
+    return Decode(**fields | changes)
+
+
+def _first_attempt(name: str, token_ids: list[int], request: bytes) -> dict[str, Any]:
+    return {
         "epoch": 1,
         "request_id": RequestId(name),
         "attempt": 1,
         "request": request,
         "known_tokens": 0,
         "token_ids": token_ids,
-        "num_generated": 1,
-        "hold": False,
         "is_private": False,
     }
-    return Decode(**fields | changes)
 
 
 def allocate(name: str, token_ids: list[int], **changes: Any) -> Allocate:
