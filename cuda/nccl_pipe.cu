@@ -6,7 +6,7 @@
 //                 copies    wait passed[s], scatter, record copied[s]
 //
 // A non-blocking communicator launches in a thread of NCCL's: until it says that it has, nothing may
-// be queued on the passage behind that launch.
+// be queued on the passage behind that launch. A blocking one has launched when the call returns.
 #include "nccl_pipe.h"
 
 #include "current_device.cuh"

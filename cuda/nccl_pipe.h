@@ -9,8 +9,8 @@
  * interpreter back from the engine's thread, which may keep it for milliseconds.
  *
  * NCCL is not linked: its functions are given by address, those of the library in the process. The
- * communicator is a non-blocking one, so that nothing here waits for the other rank. One thread makes
- * all calls for a pipe.
+ * communicator is a non-blocking one, or a blocking one whose connections have been made, so that
+ * nothing here waits for the other rank. No two threads call at once for a pipe.
  *
  * All functions return 0 or a CUDA error code and leave the current device as it was; an error of
  * NCCL's is cudaErrorUnknown, and its own code is in the counts.

@@ -1,7 +1,7 @@
 """NCCL between two ranks, by its C library: communicators that can be given up.
 
-Communicators are non-blocking: nothing here waits for the other rank, so that its death never holds
-a thread. What goes through one is `nccl_pipe.py`'s matter.
+Nothing here waits for the other rank, so that its death never holds a thread. What goes through a
+communicator is `nccl_pipe.py`'s matter.
 
 Collaborators: `workers/links/nccl_worker.py` drives one communicator per thread;
 `workers/links/nccl_fake.py` is the same over sockets, for machines without a GPU. The library is
@@ -36,10 +36,17 @@ _SONAME = "libnccl.so.2"
 
 
 class Communicator(Protocol):
-    """Two ranks, of which this is one. One thread makes all calls."""
+    """Two ranks, of which this is one. No two threads call at once."""
 
     def progress(self) -> bool:
-        """Whether both ranks are there. Raises: TransferError; `abort` it then."""
+        """Whether both ranks are there, also after `launch_at_once`. Raises: TransferError; `abort`
+        it then."""
+        ...
+
+    def launch_at_once(self) -> None:
+        """Both ranks, when something has passed through: from then on launches need no thread of
+        NCCL's. `progress` says when it is so; pipes of before are to be closed first. Raises:
+        TransferError."""
         ...
 
     def abort(self) -> None:
@@ -80,17 +87,17 @@ class _Config(ctypes.Structure):
     )
 
 
-def _config(max_ctas: int) -> _Config:
+def _config(max_ctas: int, *, is_blocking: bool) -> _Config:
     return _Config(
         size=ctypes.sizeof(_Config),
         magic=_API_MAGIC,
         version=_CONFIG_VERSION,
-        blocking=0,
+        blocking=is_blocking,
         cgaClusterSize=_UNDEFINED,
         minCTAs=_UNDEFINED,
         maxCTAs=max_ctas,
         netName=None,
-        splitShare=_UNDEFINED,
+        splitShare=1,
     )
 
 
@@ -125,20 +132,37 @@ class NcclFabric:
             2,
             _UniqueId.from_buffer_copy(unique_id),
             rank,
-            ctypes.byref(_config(self._max_ctas)),
+            ctypes.byref(_config(self._max_ctas, is_blocking=False)),
         )
         if code not in (_SUCCESS, _IN_PROGRESS):
             raise TransferError(f"NCCL makes no communicator: {_text(self._functions, code)}")
-        return NcclCommunicator(self._functions, communicator, peer=1 - rank)
+        at_once = _config(self._max_ctas, is_blocking=True)
+        return NcclCommunicator(self._functions, communicator, at_once, rank=rank)
 
 
 class NcclCommunicator:
-    """See `Communicator`."""
+    """See `Communicator`.
 
-    def __init__(self, functions: ctypes.CDLL, communicator: ctypes.c_void_p, *, peer: int) -> None:
+    It is made as a non-blocking one, which can be given up at any time. A blocking one is split off
+    it later, which uses the same connections: to launch on it waits for nobody any more, and takes
+    no thread of NCCL's.
+    """
+
+    def __init__(
+        self,
+        functions: ctypes.CDLL,
+        communicator: ctypes.c_void_p,
+        at_once: _Config,
+        *,
+        rank: int,
+    ) -> None:
+        """`at_once`: of the one to be split off."""
         self._functions = functions
         self._communicator: ctypes.c_void_p | None = communicator
-        self._peer = peer
+        self._split = ctypes.c_void_p()
+        """Null until NCCL has made it."""
+        self._at_once = at_once
+        self._rank = rank
 
     def progress(self) -> bool:
         state = ctypes.c_int()
@@ -147,15 +171,22 @@ class NcclCommunicator:
         self._require(state.value)
         return state.value == _SUCCESS
 
+    def launch_at_once(self) -> None:
+        code = self._functions.ncclCommSplit(
+            self._open(), 0, self._rank, ctypes.byref(self._split), ctypes.byref(self._at_once)
+        )
+        self._require(code)
+
     @property
     def handle(self) -> int:
         """`ncclComm_t`. Raises: TransferError (aborted)."""
-        return self._open().value or 0
+        communicator = self._open()
+        return self._split.value or communicator.value or 0
 
     @property
     def peer(self) -> int:
         """The other rank."""
-        return self._peer
+        return 1 - self._rank
 
     @property
     def addresses(self) -> Nccl:
@@ -180,8 +211,10 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         communicator, self._communicator = self._communicator, None
-        if communicator is not None:  # its result tells nothing: it is over in any case
-            self._functions.ncclCommAbort(communicator)
+        if communicator is not None:  # their results tell nothing: it is over in any case
+            self._functions.ncclCommAbort(communicator)  # what is being split off ends with it
+            if self._split.value:
+                self._functions.ncclCommAbort(self._split)
 
     def _open(self) -> ctypes.c_void_p:
         if self._communicator is None:
@@ -230,6 +263,13 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
             integer,
             _UniqueId,
             integer,
+            ctypes.POINTER(_Config),
+        ),
+        "ncclCommSplit": (
+            pointer,
+            integer,
+            integer,
+            ctypes.POINTER(pointer),
             ctypes.POINTER(_Config),
         ),
         "ncclCommGetAsyncError": (pointer, ctypes.POINTER(integer)),

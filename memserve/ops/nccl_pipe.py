@@ -66,7 +66,7 @@ class PipeSpec(msgspec.Struct, frozen=True):
 
 
 class CudaPipe:
-    """One end of one direction. One thread makes all calls, on its GPU."""
+    """One end of one direction; see `Pipe`."""
 
     def __init__(
         self,
@@ -115,16 +115,23 @@ class CudaPipe:
         counts = self._library.put_into_pipe(self._pipe, ids, cuts, count)
         return int(counts.put)
 
+    def begin(self) -> None:
+        """See `Pipe`."""
+        self._run(0, -1, patience_us=0)
+
     def run(self, finished: int = 0, watch: int = -1) -> Counts:
         """See `Pipe`."""
-        counts = self._library.run_pipe(self._pipe, finished, watch, _PATIENCE_US)
-        if counts.nccl_error:
-            raise self._communicator.error(counts.nccl_error)
-        return Counts(counts.launched, counts.finished)
+        return self._run(finished, watch, _PATIENCE_US)
 
     def close(self) -> None:
         """See `Pipe`."""
         self._library.close_pipe(self._pipe)
+
+    def _run(self, finished: int, watch: int, patience_us: int) -> Counts:
+        counts = self._library.run_pipe(self._pipe, finished, watch, patience_us)
+        if counts.nccl_error:
+            raise self._communicator.error(counts.nccl_error)
+        return Counts(counts.launched, counts.finished)
 
 
 def _require_runs(view: BlockView, pieces: Pieces) -> None:

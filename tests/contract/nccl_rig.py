@@ -33,6 +33,8 @@ from tests.contract.link_rig import (
 DEADLINE_S = 30.0
 SHAPE = geometry()
 CHUNK_BLOCKS = 2
+NUM_OPENING = 2
+"""Launches of an opening: what connects the GPUs, and the warm-up."""
 _BLOCK_BYTES = NUM_LAYERS * PAGE_BYTES
 SETTINGS = NcclSettings(
     chunk_bytes=CHUNK_BLOCKS * _BLOCK_BYTES + 1, edge_bytes=_BLOCK_BYTES, chunks_ahead=8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import select
 from collections.abc import Iterator
 
 import msgspec
@@ -13,10 +13,9 @@ from memserve.ops.nccl_pipe import Pieces
 from memserve.types import InstanceId
 from memserve.workers.links.base import RankPeer
 from memserve.workers.links.nccl_fake import FakePipe
-from memserve.workers.links.nccl_sender import Job
 from tests.contract.link_rig import NUM_BLOCKS, T1, T2, T3, FakeClock, ids, peer_process
 from tests.contract.nccl_rig import (
-    DEADLINE_S,
+    NUM_OPENING,
     SETTINGS,
     SHAPE,
     EndMaker,
@@ -105,7 +104,7 @@ def test_a_transfer_that_moves_slowly_is_not_given_up(make_end: EndMaker) -> Non
     everything = ids(*range(1, NUM_BLOCKS))
     d.fake.is_held = True
     link.send(T1, everything, everything)
-    posted = len(everything) + 1  # and the warm-up
+    posted = NUM_OPENING + len(everything)
     until(lambda: d.gpu.num_launched == posted, "all receives should be posted")
     d.fake.is_held = False
     (done,) = completions(link, 1)
@@ -113,27 +112,16 @@ def test_a_transfer_that_moves_slowly_is_not_given_up(make_end: EndMaker) -> Non
     assert 2.0 * len(everything) > 2 * SETTINGS.stall_s
 
 
-def test_a_way_that_has_rested_for_long_is_not_given_up(
-    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though the thread looks at it between a transfer's announcement and its launch."""
+def test_a_way_that_has_rested_for_long_is_not_given_up(make_end: EndMaker) -> None:
     clock = FakeClock()
-    p, d = make_end("P0", seed=1, clock=clock), make_end("D0")
+    p, d = make_end("P0", seed=1, clock=clock), make_end("D0", clock=clock)
     link = p.endpoint.open(d.peer())
-    next_job = link._sender._next_job
-    announced = threading.Event()
-
-    def announce_behind_the_look() -> Job | None:
-        job = next_job()
-        if not announced.is_set():
-            announced.set()
-            link.send(T1, ids(1), ids(2))
-        return job
-
-    monkeypatch.setattr(link._sender, "_next_job", announce_behind_the_look)
+    sender = link._sender
+    until(lambda: sender._is_resting, "the thread should rest")
     clock.now_s += 10 * SETTINGS.stall_s
-    link._sender._wake.set()
-    assert announced.wait(DEADLINE_S)
+    sender._wake.set()  # nothing to do
+    until(lambda: not select.select([sender._wake], [], [], 0)[0], "the thread should look")
+    link.send(T1, ids(1), ids(2))
     assert completions(link, 1)[0].error is None
     assert p.fake.num_joined == 1
 
@@ -149,7 +137,7 @@ def test_a_failed_transfer_has_ended_only_when_the_receiver_writes_nothing_more(
     link = p.endpoint.open(d.peer())
     d.gpu.is_stuck = True  # what has arrived is still to be scattered
     link.send(T1, ids(1), ids(2))
-    until(lambda: d.gpu.num_launched > 1, "the receiver should expect it")
+    until(lambda: d.gpu.num_launched > NUM_OPENING, "the receiver should expect it")
     p.fake.error = "unhandled cuda error"
     try:
         until(lambda: d.fake.num_aborted == 1, "the receiver should have given up")
@@ -166,7 +154,7 @@ def test_nothing_is_written_after_a_peer_was_dropped(make_end: EndMaker) -> None
     there, back = p.endpoint.open(d.peer()), d.endpoint.open(p.peer())
     p.fake.is_held = True
     there.send(T1, ids(1, 3, 5, 7, 9), ids(1, 3, 5, 7, 9))
-    until(lambda: d.gpu.num_launched > 1, "the receiver should expect it")
+    until(lambda: d.gpu.num_launched > NUM_OPENING, "the receiver should expect it")
     back.close(is_lost=True)  # D0 frees what P0 was writing
     before = bytes(d.memory.numpy())
     p.fake.is_held = False

@@ -20,6 +20,7 @@ from memserve.ops.nccl import ID_BYTES, NcclFabric
 from memserve.ops.views import PageOrder, head_rows
 from memserve.types import Heads, TransferId
 from memserve.workers.links.nccl import NcclLink
+from memserve.workers.links.nccl_fake import FakePipe
 from memserve.workers.links.nccl_sender import Job
 from memserve.workers.links.nccl_wire import Announce, Done, Schedule, Wake, Welcome, Wire
 from memserve.workers.links.nccl_worker import NcclSettings
@@ -114,6 +115,7 @@ def test_a_cancelled_transfer_that_has_not_begun_writes_nothing(make_end: EndMak
     p.fake.is_held = True
     # More chunks than may be queued: the second waits in the inbox until the first has moved.
     link.send(T1, ids(*range(1, 15)), ids(*range(1, 15)))
+    until(lambda: not link._sender._is_resting, "the thread should go on with it")
     link.send(T2, ids(15), ids(15))
     link.cancel(T2)
     p.fake.is_held = False
@@ -185,7 +187,7 @@ def test_any_transfers_leave_what_was_sent(
                     assert arrived == ends[side].blocks(*plan.source_ids)
 
 
-# ── announcements ─────────────────────────────────────────────────────────────────────────────
+# ── beginnings ────────────────────────────────────────────────────────────────────────────────
 
 
 class _Gate:
@@ -210,17 +212,19 @@ class _Gate:
         return job
 
 
-def test_a_transfer_is_announced_at_once_if_none_is_before_it(
+def test_a_transfer_is_begun_by_the_caller_if_the_thread_rests(
     make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peer gets ready while the thread wakes up. In the order of the launches, always."""
+    """And those behind it are launched in their order, whoever does it."""
     p, d = make_end("P0", seed=1), make_end("D0")
     link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_free, "the thread should rest")
+    until(lambda: link._sender._is_resting, "the thread should rest")
     gate = _Gate(link, monkeypatch)
     link.send(T1, ids(1), ids(4))
+    until(lambda: d.blocks(4) == p.blocks(1), "it should arrive, though the thread is held up")
+    until(lambda: not link._sender._is_resting, "the thread should be awake")
     link.send(T2, ids(2), ids(5))
-    assert [link._jobs[id].is_announced for id in (T1, T2)] == [True, False]
+    assert [job.transfer_id for job in link._sender._inbox] == [T2]
 
     def send_between_taking_and_launching(job: Job | None) -> None:
         if job is not None and job.transfer_id == T2:
@@ -228,25 +232,46 @@ def test_a_transfer_is_announced_at_once_if_none_is_before_it(
 
     gate.found = send_between_taking_and_launching
     gate.open()
-    assert [c.error for c in completions(link, 3)] == [None] * 3
+    done = completions(link, 3)
+    assert [(c.transfer_id, c.error) for c in done] == [(T1, None), (T2, None), (T3, None)]
     assert d.blocks(4, 5, 6) == p.blocks(1, 2, 3)
 
 
-def test_what_was_announced_and_not_launched_fails_once(
+def test_what_was_begun_on_a_way_that_breaks_fails_once(
     make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = make_end("P0", seed=1), make_end("D0")
     link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_free, "the thread should rest")
+    until(lambda: link._sender._is_resting, "the thread should rest")
     gate = _Gate(link, monkeypatch)
+    p.fake.is_held = True
     link.send(T1, ids(1), ids(4))
     gate.breaks = True
     gate.open()
     (done,) = completions(link, 1)
     assert done.error == "the way is broken"
-    gate.breaks = False
+    gate.breaks = p.fake.is_held = False
     link.send(T2, ids(2), ids(5))
     assert [c.error for c in completions(link, 1)] == [None]
+
+
+def test_what_the_caller_cannot_begin_fails_once_and_the_next_gets_a_new_communicator(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = make_end("P0", seed=1), make_end("D0")
+    link = p.endpoint.open(d.peer())
+    until(lambda: link._sender._is_resting, "the thread should rest")
+
+    def fail(pipe: FakePipe) -> None:
+        raise TransferError("no launch")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakePipe, "begin", fail)
+        link.send(T1, ids(1), ids(4))
+    assert [c.error for c in completions(link, 1)] == ["no launch"]
+    link.send(T2, ids(2), ids(5))
+    assert [c.error for c in completions(link, 1)] == [None]
+    assert p.fake.num_joined == 2
 
 
 # ── the schedule ──────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ from memserve.types import Heads, InstanceId
 from memserve.workers.links import nccl
 from memserve.workers.links.base import Rank, RankPeer
 from memserve.workers.links.nccl import NcclEndpoint
+from memserve.workers.links.nccl_fake import FakeCommunicator
 from memserve.workers.links.nccl_worker import Machinery
 from tests.contract.link_rig import T1, buffer_bytes, geometry, ids
 from tests.contract.nccl_rig import DEADLINE_S, SETTINGS, SHAPE, End, EndMaker, completions, until
@@ -56,6 +57,25 @@ def test_a_receiver_that_cannot_join_is_told_by_name(make_end: EndMaker) -> None
     p, d = make_end("P0"), make_end("D0")
     d.fake.error = "unhandled system error"
     with pytest.raises(TransferError, match="D0: NCCL failed: unhandled system error"):
+        p.endpoint.open(d.peer())
+
+
+@pytest.mark.parametrize("who", ["P0", "D0"])
+def test_a_peer_that_gets_stuck_while_the_way_is_made_is_not_waited_for(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """It has joined, and never splits its communicator."""
+    soon = msgspec.structs.replace(SETTINGS, open_s=1.0)
+    p, d = make_end("P0", settings=soon), make_end("D0", settings=soon)
+    stuck = {"P0": p, "D0": d}[who].fake
+    launch_at_once = FakeCommunicator.launch_at_once
+
+    def get_stuck(communicator: FakeCommunicator) -> None:
+        if communicator._fabric is not stuck:
+            launch_at_once(communicator)
+
+    monkeypatch.setattr(FakeCommunicator, "launch_at_once", get_stuck)
+    with pytest.raises(TransferError, match="nothing in 1 s"):
         p.endpoint.open(d.peer())
 
 

@@ -74,6 +74,9 @@ class FakePipe:
         self._num_put = self._counts.launched + len(self._waiting)
         return self._num_put
 
+    def begin(self) -> None:
+        self.run()
+
     def run(self, finished: int = 0, watch: int = -1) -> Counts:
         if not self._communicator.progress():
             return self._counts
@@ -187,6 +190,8 @@ class FakeCommunicator:
         self._listener = listener
         self._socket = sock
         self._is_aborted = False
+        self._awaits_peer = False
+        """To do as this end has done in `launch_at_once`."""
 
     def progress(self) -> bool:
         if self._fabric.error is not None:
@@ -199,7 +204,20 @@ class FakeCommunicator:
             self._socket.setblocking(False)
             self._listener.close()
             self._listener = None
-        return True
+        if self._awaits_peer and self._socket is not None and not self._fabric.is_held:
+            try:
+                self._awaits_peer = not self._socket.recv(1)
+            except OSError:  # not there yet, or gone
+                return False
+        return not self._awaits_peer
+
+    def launch_at_once(self) -> None:
+        assert self._socket is not None
+        self._awaits_peer = True
+        try:
+            self._socket.send(b"!")
+        except OSError as error:
+            raise TransferError(f"NCCL failed: {error}") from error
 
     def abort(self) -> None:
         self._is_aborted = True

@@ -26,7 +26,7 @@ EDGE_BYTES = 96 << 20
 
 
 class Pipe(Protocol):
-    """One end of one direction. One thread makes all calls.
+    """One end of one direction. No two threads call at once.
 
     The ends must put the same sizes in the same order. Transfers that are under way together never
     share blocks.
@@ -37,6 +37,10 @@ class Pipe(Protocol):
 
         Returns how many launches have finished when it is through. Raises: TransferError.
         """
+        ...
+
+    def begin(self) -> None:
+        """Launch what can be launched at once. Raises: TransferError."""
         ...
 
     def run(self, finished: int = 0, watch: int = -1) -> Counts:

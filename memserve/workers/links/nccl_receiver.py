@@ -19,7 +19,6 @@ from typing import NoReturn
 import msgspec
 
 from memserve.errors import TransferError
-from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
 from memserve.types import Heads
 from memserve.workers.links.base import require_existing
@@ -76,9 +75,7 @@ class Receiver(LinkThread):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        communicator: Communicator | None = None
-        pipe: Pipe | None = None
-        wire, settings = self._wire, self._settings
+        wire = self._wire
         try:
             hello = self._greeting()
             view = self._view_of(hello.heads)
@@ -86,11 +83,7 @@ class Receiver(LinkThread):
             self._admit(self, hello)
             self.hello = hello
             wire.send(Welcome())
-            communicator = self._machinery.fabric.join(hello.unique_id, rank=1)
-            self._until(communicator.progress, settings.open_s, "making the communicator")
-            pipe = self._make_pipe(
-                communicator, view, hello.schedule, hello.pieces, is_sender=False
-            )
+            pipe = self._open_passage(hello.unique_id, 1, view, hello.schedule, hello.pieces)
             self._work(pipe, hello.schedule, view)
         except PeerGoneError:
             logger.debug("%s has ended", self._thread.name)
@@ -98,7 +91,7 @@ class Receiver(LinkThread):
             logger.warning("%s: %s", self._thread.name, error)
             wire.send(Refusal(str(error)))
         finally:
-            self._end_passage(communicator, pipe)
+            self._end_passage()
             wire.close()
 
     def _greeting(self) -> Hello:
@@ -128,7 +121,8 @@ class Receiver(LinkThread):
             raise TransferError("the peer greets twice")
         ids = _ids(announced)
         require_existing(ids, view.num_blocks, "receiver")
-        end = self._queue(pipe, ids, schedule)
+        end = self._put(pipe, ids, schedule)
+        self._launch_all(pipe)
         size_bytes = len(ids) * view.block_bytes
         self._arriving.append(_Arrival(announced.number, size_bytes, end))
 

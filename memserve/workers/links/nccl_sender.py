@@ -25,7 +25,6 @@ from typing import NoReturn
 import msgspec
 
 from memserve.errors import TransferError
-from memserve.ops.nccl import Communicator
 from memserve.ops.views import BlockView
 from memserve.types import TransferId
 from memserve.workers.links.base import Completion, Rank, RankPeer
@@ -48,7 +47,6 @@ class Job(msgspec.Struct):
     source_ids: array[int]
     target_ids: array[int]
     started_s: float
-    is_announced: bool = False
     size_bytes: int = 0
     error: str | None = None
 
@@ -75,15 +73,15 @@ class Sender(LinkThread):
         self._problem = "the link was closed"
         self._outcome = threading.Event()
         self._talking = threading.Lock()
-        """For what both threads do: announce, listen, and keep `_pending`."""
+        """For what both threads do: announce, listen, begin, and keep `_pending`."""
         self._thread_waits = False
         """For the lock: a thread that polls without a pause would take it again and again."""
         self._is_working = False
         """Whether there is a way for both to talk on."""
-        self._is_free = False
-        """Whether a job that is put now is the next to be launched."""
+        self._is_resting = False
+        """Whether the thread waits and leaves the pipe to the engine's."""
         self._failure: TransferError | None = None
-        """What the engine's thread has heard."""
+        """What the engine's thread has met with."""
 
     # ── the engine's thread ───────────────────────────────────────────────────────────────────
 
@@ -99,12 +97,14 @@ class Sender(LinkThread):
     def put(self, job: Job) -> None:
         """Send it when those before it are queued.
 
-        It is announced here if it is the next: the peer gets ready while the thread wakes up.
+        It is begun here if the thread rests, which would have to wake up first: that takes longer
+        than to launch a piece.
         """
         with self._talking:
-            if self._is_free and not self._inbox:
-                self._announce(job)
-            self._inbox.append(job)
+            if self._is_resting and self._failure is None and not self._inbox:
+                self._begin(job)
+            else:
+                self._inbox.append(job)
         self._wake.set()
 
     def take(self) -> list[Completion]:
@@ -124,6 +124,16 @@ class Sender(LinkThread):
             Completion(j.transfer_id, j.size_bytes, self._clock() - j.started_s, j.error)
             for j in jobs
         ]
+
+    def _begin(self, job: Job) -> None:
+        """The lock is held. The thread goes on with it, and hears if anything has failed."""
+        assert self._pipe is not None
+        try:
+            self._announce(job)
+            self._put(self._pipe, job.source_ids, self._schedule)
+            self._pipe.begin()
+        except TransferError as error:
+            self._failure = error
 
     # ── the thread ────────────────────────────────────────────────────────────────────────────
 
@@ -147,13 +157,10 @@ class Sender(LinkThread):
         """Make a way and use it until it breaks. Raises: ClosingError, TransferError."""
         wire = self._wire = self._connect()
         self._failure = None
-        communicator: Communicator | None = None
-        pipe: Pipe | None = None
         try:
-            communicator = self._machinery.fabric.join(self._greet(wire), rank=0)
-            self._until(communicator.progress, self._settings.open_s, "making the communicator")
-            pipe = self._make_pipe(
-                communicator, self._view, self._schedule, self._settings.pieces, is_sender=True
+            unique_id = self._greet(wire)
+            pipe = self._open_passage(
+                unique_id, 0, self._view, self._schedule, self._settings.pieces
             )
             self._warm_up(pipe)
             self._work(wire, pipe)
@@ -164,9 +171,9 @@ class Sender(LinkThread):
             raise TransferError(f"{type(error).__name__}: {error}") from error
         finally:
             with self._talk():
-                self._is_working = self._is_free = False
+                self._is_working = self._is_resting = False
             wire.end()
-            self._end_passage(communicator, pipe)
+            self._end_passage()
             self._await_quiet(wire)
             wire.close()
 
@@ -203,10 +210,10 @@ class Sender(LinkThread):
         return unique_id
 
     def _warm_up(self, pipe: Pipe) -> None:
-        """The first pass sets connections up, which takes long; and it shows that the way works."""
+        """Shows that the way works."""
         block = array("i", [0])  # vLLM's null block, which nobody reads
-        job = Job(_WARM_UP, block, block, self._clock())
-        self._launch(job, pipe)
+        self._put_announced(Job(_WARM_UP, block, block, self._clock()), pipe)
+        self._launch_all(pipe)
         self._until(lambda: not self._pending, self._settings.open_s, "the first block")
         self._has_opened = True
         self._outcome.set()
@@ -216,12 +223,20 @@ class Sender(LinkThread):
         self._is_working = True
         while True:
             if (job := self._next_job()) is not None:
-                self._launch(job, pipe)
-            self._check()
+                self._put_announced(job, pipe)
             if self._pending:
-                self._run_pipe(pipe)
-            if not self._inbox:
-                wire.wait(self._wake, _LISTEN_S if self._pending else None)
+                self._launch_all(pipe)
+            self._check()
+            self._rest(wire)
+
+    def _rest(self, wire: Wire) -> None:
+        """Until there may be something to do. Meanwhile the engine's thread may use the pipe."""
+        with self._talk():
+            self._is_resting = not self._inbox
+        if self._is_resting:
+            wire.wait(self._wake, _LISTEN_S if self._pending else None)
+            with self._talk():
+                self._is_resting = False
 
     @contextmanager
     def _talk(self) -> Iterator[None]:
@@ -232,26 +247,22 @@ class Sender(LinkThread):
 
     def _next_job(self) -> Job | None:
         with self._talk():
-            self._is_free = not self._inbox
             return self._inbox.popleft() if self._inbox else None
 
-    def _launch(self, job: Job, pipe: Pipe) -> None:
-        """Queue all chunks of a transfer."""
-        if not job.is_announced:
-            if job.error is not None:  # cancelled before it began
-                self._complete(job)
-                return
-            with self._talk():
-                self._announce(job)
-        self._queue(pipe, job.source_ids, self._schedule)
+    def _put_announced(self, job: Job, pipe: Pipe) -> None:
+        """Raises: TransferError."""
+        if job.error is not None:  # cancelled before it began
+            self._complete(job)
+            return
+        with self._talk():
+            self._announce(job)
+        self._put(pipe, job.source_ids, self._schedule)
 
     def _announce(self, job: Job) -> None:
         """Both threads; the lock is held."""
         assert self._wire is not None
         self._number += 1
-        self._progress_at = self._clock()  # the thread may look before it has the job
         self._pending[self._number] = job
-        job.is_announced = True
         self._wire.send(Announce(self._number, job.target_ids.tobytes()))
 
     def _look(self) -> None:
@@ -301,7 +312,7 @@ class Sender(LinkThread):
     def _fail_all(self, problem: str) -> None:
         """What the way took along, and what waits for it."""
         with self._talk():
-            jobs = [*self._pending.values(), *(j for j in self._inbox if not j.is_announced)]
+            jobs = [*self._pending.values(), *self._inbox]
             self._pending.clear()
             self._inbox.clear()
         for job in jobs:

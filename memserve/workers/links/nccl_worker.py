@@ -1,6 +1,6 @@
 """The thread of one direction of an NCCL link: what its two ends have in common.
 
-A thread owns its socket, its communicator and its streams. It waits for nothing that cannot be
+A thread owns its socket, its communicator and its pipe. It waits for nothing that cannot be
 given up: each wait watches the socket and a deadline, so that a dead or stuck peer ends in an error
 here, and `close` ends it from outside. When it ends, the communicator has been aborted and the
 streams have run dry: only then may anybody think that it touches no memory.
@@ -78,8 +78,12 @@ class LinkThread(ABC):
         self._wake = Wake()
         self._wire: Wire | None = None
         self._is_closing = False
+        self._communicator: Communicator | None = None
+        self._pipe: Pipe | None = None
         self._counts = Counts(0, 0)
         """Of the pipe, when it ran last."""
+        self._end = 0
+        """Launches that were put into it."""
         self._progress_at = 0.0
         """When a transfer was queued, got on or ended last."""
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -137,33 +141,62 @@ class LinkThread(ABC):
                 raise TransferError(f"{what}: nothing in {patience_s:g} s")
             time.sleep(_POLL_S)
 
-    def _make_pipe(
-        self,
-        communicator: Communicator,
-        view: BlockView,
-        schedule: Schedule,
-        pieces: Pieces,
-        *,
-        is_sender: bool,
+    # ── the passage ───────────────────────────────────────────────────────────────────────────
+
+    def _open_passage(
+        self, unique_id: bytes, rank: int, view: BlockView, schedule: Schedule, pieces: Pieces
     ) -> Pipe:
-        """Raises: TransferError."""
-        self._counts = Counts(0, 0)
-        max_ahead = self._settings.chunks_ahead
-        spec = PipeSpec(view, is_sender, schedule.chunk_blocks, pieces, max_ahead)
-        return self._machinery.gpu.pipe(communicator, spec)
+        """Join the other end; returns the pipe for all that follows.
 
-    def _queue(self, pipe: Pipe, ids: array[int], schedule: Schedule) -> int:
-        """All chunks of a transfer; returns how many launches have finished when it is through.
-
-        Raises: ClosingError, TransferError.
+        Raises: ClosingError, TransferError. `_end_passage` in any case.
         """
+        communicator = self._communicator = self._machinery.fabric.join(unique_id, rank)
+        self._until(communicator.progress, self._settings.open_s, "making the communicator")
+        self._connect_gpus(self._make_pipe(communicator, PipeSpec(view, rank == 0, 1, pieces, 1)))
+        communicator.launch_at_once()
+        self._until(communicator.progress, self._settings.open_s, "making the second communicator")
+        ahead = self._settings.chunks_ahead
+        spec = PipeSpec(view, rank == 0, schedule.chunk_blocks, pieces, ahead)
+        return self._make_pipe(communicator, spec)
+
+    def _connect_gpus(self, pipe: Pipe) -> None:
+        """What passes first sets connections up, which the other end has its part in, so that it
+        may never end: this communicator can be given up meanwhile."""
+        end = pipe.put(array("i", [0]), [1])  # vLLM's null block, which nobody reads
+        self._until(lambda: pipe.run(end).finished == end, self._settings.open_s, "connecting")
+        pipe.close()
+        self._pipe = None
+
+    def _make_pipe(self, communicator: Communicator, spec: PipeSpec) -> Pipe:
+        """Raises: TransferError."""
+        self._counts, self._end = Counts(0, 0), 0
+        pipe = self._pipe = self._machinery.gpu.pipe(communicator, spec)
+        return pipe
+
+    def _end_passage(self) -> None:
+        """Give the communicator up, and wait until what was queued has run dry, or has failed."""
+        if self._communicator is not None:
+            self._communicator.abort()
+        if self._pipe is not None:
+            try:
+                self._pipe.close()
+            except TransferError as error:  # of CUDA, and for good: nothing runs there any more
+                logger.error("a pipe has ended badly: %s", error)
+        self._communicator = self._pipe = None
+
+    def _put(self, pipe: Pipe, ids: array[int], schedule: Schedule) -> int:
+        """Queue all chunks of a transfer; returns how many launches have finished when it is
+        through. Raises: TransferError."""
         self._progress_at = self._clock()
-        end = pipe.put(ids, schedule.sizes(len(ids)))
+        self._end = pipe.put(ids, schedule.sizes(len(ids)))
+        return self._end
+
+    def _launch_all(self, pipe: Pipe) -> None:
+        """That was put. Raises: ClosingError, TransferError."""
         self._run_pipe(pipe)
-        while self._counts.launched < end:
+        while self._counts.launched < self._end:
             self._check()
             self._run_pipe(pipe)
-        return end
 
     def _run_pipe(self, pipe: Pipe, finished: int = 0, watch: int = -1) -> None:
         """Let it go on. Raises: TransferError, also if nothing has moved in time."""
@@ -172,14 +205,3 @@ class LinkThread(ABC):
             self._progress_at = self._clock()
         if self._clock() > self._progress_at + self._settings.stall_s:
             raise TransferError(f"no progress in {self._settings.stall_s:g} s")
-
-    @staticmethod
-    def _end_passage(communicator: Communicator | None, pipe: Pipe | None) -> None:
-        """Give the communicator up, and wait until what was queued has run dry, or has failed."""
-        if communicator is not None:
-            communicator.abort()
-        if pipe is not None:
-            try:
-                pipe.close()
-            except TransferError as error:  # of CUDA, and for good: nothing runs there any more
-                logger.error("a pipe has ended badly: %s", error)
