@@ -44,6 +44,9 @@ small copies wait for as long, so it must be over before the step is (`bench/swa
 512 MiB, a decode step of 5 ms takes 1.6 to 2.9 times as long)."""
 CUDA_BUSY_BYTES_PER_S = 25e9
 """Begun each way while the engine computes: half of the host link."""
+OUT_BESIDE_IN = 0.5
+"""Of that rate, outwards while something comes in: requests wait for the one and not for the other,
+and both at the full rate slow a decode step of 5 ms by more than a twentieth."""
 HOST_PIECE_BYTES = 4 << 20
 CUDA_PIECE_BYTES = 32 << 20
 """By one call: each costs the host tens of microseconds."""
@@ -288,7 +291,9 @@ class BlockCopies:
                 budget -= self._advance(lane, budget, self._poll_bytes, pace)
         else:  # the host link has both directions for itself
             for lane in lanes:
-                self._advance_beside_engine(lane, pace, passed_s)
+                is_second = lane is self._out and bool(self._in.copies)
+                rate = self._busy_bytes_per_s * (OUT_BESIDE_IN if is_second else 1.0)
+                self._advance_beside_engine(lane, pace, passed_s * rate)
         return [end for lane in lanes for end in self._take_ended(lane)]
 
     @property
@@ -319,13 +324,14 @@ class BlockCopies:
         self._owners[owner] = copy
         lane.copies.append(copy)
 
-    def _advance_beside_engine(self, lane: _Lane, pace: Pace, passed_s: float) -> None:
+    def _advance_beside_engine(self, lane: _Lane, pace: Pace, earned: float) -> None:
+        """`earned`: what may be begun, if the engine computes, since the last call."""
         most = self._busy_bytes
         if pace is Pace.FREE:
             lane.allowance = most
             self._advance(lane, self._poll_bytes, self._poll_bytes, pace)
             return
-        lane.allowance = min(most, lane.allowance + passed_s * self._busy_bytes_per_s)
+        lane.allowance = min(most, lane.allowance + earned)
         limit = self._piece_bytes if pace is Pace.INSIDE_STEP else most
         lane.allowance -= self._advance(lane, lane.allowance, limit, pace)
 

@@ -142,6 +142,24 @@ def test_between_steps_no_more_is_begun_than_their_length_allows() -> None:
     assert len(out.pieces) == 4, "while the engine rests, all that is left"
 
 
+def test_between_steps_half_as_much_goes_out_while_something_comes_in() -> None:
+    rig = Rig(is_manual=True, num_slots=16, busy_blocks=2, busy_blocks_per_s=1.0)
+    slots = rig.out("kept", *range(4))
+    rig.tier.poll()
+    out, into = rig.queues.out, rig.queues.into
+    out.finish(4)
+    rig.tier.poll()
+    rig.out("a", *range(4, 10))
+    rig.into("b", slots, *range(10, 14))
+    for passed_s, begun in ((0.0, (2, 2)), (2.0, (1, 2)), (2.0, (2, 0))):
+        rig.clock.now_s += passed_s
+        rig.tier.poll(Pace.BETWEEN_STEPS)
+        assert (len(out.pieces), len(into.pieces)) == begun
+        out.finish(begun[0])
+        into.finish(begun[1])
+        rig.tier.poll(Pace.BETWEEN_STEPS)
+
+
 def test_inside_a_step_one_piece_is_in_flight_at_a_time() -> None:
     rig = Rig(is_manual=True, busy_blocks=8, busy_blocks_per_s=1.0)
     slots = rig.out("kept", 7)
