@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,17 +34,19 @@ _UNDEFINED = -(2**31)
 _CONFIG_VERSION = 21800
 """The oldest NCCL whose configuration has all that is set here; newer ones read it as such."""
 _SONAME = "libnccl.so.2"
+_REFUSED = {"NCCL_COMM_BLOCKING": "1", "NCCL_COMM_SPLIT_SHARE_RESOURCES": "0"}
+"""They overrule what is asked for here: a dead peer would be waited for."""
 
 
 class Communicator(Protocol):
     """Two ranks, of which this is one. No two threads call at once."""
 
     def progress(self) -> bool:
-        """Whether both ranks are there, also after `launch_at_once`. Raises: TransferError; `abort`
-        it then."""
+        """Whether both ranks are there, also after `split`. Raises: TransferError; `abort` it
+        then."""
         ...
 
-    def launch_at_once(self) -> None:
+    def split(self) -> None:
         """Both ranks, when something has passed through: from then on launches need no thread of
         NCCL's. `progress` says when it is so; pipes of before are to be closed first. Raises:
         TransferError."""
@@ -105,7 +108,10 @@ class NcclFabric:
     """Communicators of the calling thread's current GPU."""
 
     def __init__(self, *, max_ctas: int = MAX_CTAS) -> None:
-        """Raises: StartError (no NCCL on this machine)."""
+        """Raises: StartError (no NCCL on this machine, or settings that it cannot work with)."""
+        for name, value in _REFUSED.items():
+            if os.environ.get(name) == value:
+                raise StartError(f"NCCL links cannot work with {name}={value}: unset it")
         self._functions = _open()
         self._max_ctas = max_ctas
 
@@ -171,7 +177,7 @@ class NcclCommunicator:
         self._require(state.value)
         return state.value == _SUCCESS
 
-    def launch_at_once(self) -> None:
+    def split(self) -> None:
         code = self._functions.ncclCommSplit(
             self._open(), 0, self._rank, ctypes.byref(self._split), ctypes.byref(self._at_once)
         )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import select
+import threading
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
 from memserve.errors import TransferError
-from memserve.ops.nccl_pipe import Pieces
+from memserve.ops.nccl_pipe import Counts, Pieces
 from memserve.types import InstanceId
 from memserve.workers.links.base import RankPeer
-from memserve.workers.links.nccl_fake import FakePipe
+from memserve.workers.links.nccl_fake import FakeCommunicator, FakePipe
 from tests.contract.link_rig import NUM_BLOCKS, T1, T2, T3, FakeClock, ids, peer_process
 from tests.contract.nccl_rig import (
+    DEADLINE_S,
     NUM_OPENING,
     SETTINGS,
     SHAPE,
@@ -112,20 +113,6 @@ def test_a_transfer_that_moves_slowly_is_not_given_up(make_end: EndMaker) -> Non
     assert 2.0 * len(everything) > 2 * SETTINGS.stall_s
 
 
-def test_a_way_that_has_rested_for_long_is_not_given_up(make_end: EndMaker) -> None:
-    clock = FakeClock()
-    p, d = make_end("P0", seed=1, clock=clock), make_end("D0", clock=clock)
-    link = p.endpoint.open(d.peer())
-    sender = link._sender
-    until(lambda: sender._is_resting, "the thread should rest")
-    clock.now_s += 10 * SETTINGS.stall_s
-    sender._wake.set()  # nothing to do
-    until(lambda: not select.select([sender._wake], [], [], 0)[0], "the thread should look")
-    link.send(T1, ids(1), ids(2))
-    assert completions(link, 1)[0].error is None
-    assert p.fake.num_joined == 1
-
-
 def _advance(clock: FakeClock) -> None:
     clock.now_s += 0.01
 
@@ -160,6 +147,44 @@ def test_nothing_is_written_after_a_peer_was_dropped(make_end: EndMaker) -> None
     p.fake.is_held = False
     assert completions(there, 1)[0].error is not None
     assert bytes(d.memory.numpy()) == before
+
+
+def test_two_passages_to_a_lost_peer_are_given_up_though_one_waits_for_the_other(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUDA has it: a communicator's memory is freed when no other's kernel waits any more, and
+    nobody's calls come through until then."""
+    p, d = make_end("P0", seed=1), make_end("D0", seed=2)
+    there, back = p.endpoint.open(d.peer()), d.endpoint.open(p.peer())
+    is_freeing, may_free = threading.Event(), threading.Event()
+    abort, run, stuck = FakeCommunicator.abort, FakePipe.run, []
+
+    def free(communicator: FakeCommunicator) -> None:
+        abort(communicator)
+        if communicator._fabric is not p.fake:
+            return
+        if communicator is there._sender._communicator or is_freeing.is_set():
+            may_free.set()
+        else:
+            is_freeing.set()
+            if not may_free.wait(DEADLINE_S):
+                stuck.append("free")
+            is_freeing.clear()
+
+    def call(pipe: FakePipe, finished: int = 0, watch: int = -1) -> Counts:
+        if pipe._gpu is p.gpu and is_freeing.is_set():
+            stuck.append("call")
+        return run(pipe, finished, watch)
+
+    monkeypatch.setattr(FakeCommunicator, "abort", free)
+    monkeypatch.setattr(FakePipe, "run", call)
+    p.fake.is_held = True
+    there.send(T1, ids(1), ids(2))
+    back.close()  # P0's receiver gives up, while its sender waits for D0
+    assert is_freeing.wait(DEADLINE_S)
+    d.endpoint.close()
+    assert completions(there, 1)[0].error is not None
+    assert stuck == []
 
 
 def test_a_closed_link_leaves_the_other_direction(make_end: EndMaker) -> None:

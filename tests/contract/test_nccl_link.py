@@ -7,8 +7,7 @@ there are some.
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -19,13 +18,10 @@ from memserve.errors import TransferError
 from memserve.ops.nccl import ID_BYTES, NcclFabric
 from memserve.ops.views import PageOrder, head_rows
 from memserve.types import Heads, TransferId
-from memserve.workers.links.nccl import NcclLink
-from memserve.workers.links.nccl_fake import FakePipe
-from memserve.workers.links.nccl_sender import Job
 from memserve.workers.links.nccl_wire import Announce, Done, Schedule, Wake, Welcome, Wire
 from memserve.workers.links.nccl_worker import NcclSettings
-from tests.contract.link_rig import NUM_BLOCKS, PAGE_BYTES, T1, T2, T3, geometry, ids
-from tests.contract.nccl_rig import DEADLINE_S, SETTINGS, SHAPE, EndMaker, completions, until
+from tests.contract.link_rig import NUM_BLOCKS, PAGE_BYTES, T1, T2, geometry, ids
+from tests.contract.nccl_rig import SETTINGS, SHAPE, EndMaker, completions, until
 
 
 @pytest.fixture
@@ -185,93 +181,6 @@ def test_any_transfers_leave_what_was_sent(
                 if done.size_bytes:  # a cancelled one may have been on its way
                     arrived = ends[1 - side].blocks(*target_ids[int(done.transfer_id)])
                     assert arrived == ends[side].blocks(*plan.source_ids)
-
-
-# ── beginnings ────────────────────────────────────────────────────────────────────────────────
-
-
-class _Gate:
-    """Holds a link's thread up before it looks for its next job, and sees which it gets."""
-
-    def __init__(self, link: NcclLink, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._next_job = link._sender._next_job
-        self._is_open = threading.Event()
-        self.found: Callable[[Job | None], None] = lambda job: None
-        self.breaks = False
-        monkeypatch.setattr(link._sender, "_next_job", self._look)
-
-    def open(self) -> None:
-        self._is_open.set()
-
-    def _look(self) -> Job | None:
-        assert self._is_open.wait(DEADLINE_S)
-        if self.breaks:
-            raise TransferError("the way is broken")
-        job = self._next_job()
-        self.found(job)
-        return job
-
-
-def test_a_transfer_is_begun_by_the_caller_if_the_thread_rests(
-    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And those behind it are launched in their order, whoever does it."""
-    p, d = make_end("P0", seed=1), make_end("D0")
-    link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_resting, "the thread should rest")
-    gate = _Gate(link, monkeypatch)
-    link.send(T1, ids(1), ids(4))
-    until(lambda: d.blocks(4) == p.blocks(1), "it should arrive, though the thread is held up")
-    until(lambda: not link._sender._is_resting, "the thread should be awake")
-    link.send(T2, ids(2), ids(5))
-    assert [job.transfer_id for job in link._sender._inbox] == [T2]
-
-    def send_between_taking_and_launching(job: Job | None) -> None:
-        if job is not None and job.transfer_id == T2:
-            link.send(T3, ids(3), ids(6))
-
-    gate.found = send_between_taking_and_launching
-    gate.open()
-    done = completions(link, 3)
-    assert [(c.transfer_id, c.error) for c in done] == [(T1, None), (T2, None), (T3, None)]
-    assert d.blocks(4, 5, 6) == p.blocks(1, 2, 3)
-
-
-def test_what_was_begun_on_a_way_that_breaks_fails_once(
-    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, d = make_end("P0", seed=1), make_end("D0")
-    link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_resting, "the thread should rest")
-    gate = _Gate(link, monkeypatch)
-    p.fake.is_held = True
-    link.send(T1, ids(1), ids(4))
-    gate.breaks = True
-    gate.open()
-    (done,) = completions(link, 1)
-    assert done.error == "the way is broken"
-    gate.breaks = p.fake.is_held = False
-    link.send(T2, ids(2), ids(5))
-    assert [c.error for c in completions(link, 1)] == [None]
-
-
-def test_what_the_caller_cannot_begin_fails_once_and_the_next_gets_a_new_communicator(
-    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, d = make_end("P0", seed=1), make_end("D0")
-    link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_resting, "the thread should rest")
-
-    def fail(pipe: FakePipe) -> None:
-        raise TransferError("no launch")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FakePipe, "begin", fail)
-        link.send(T1, ids(1), ids(4))
-    assert [c.error for c in completions(link, 1)] == ["no launch"]
-    link.send(T2, ids(2), ids(5))
-    assert [c.error for c in completions(link, 1)] == [None]
-    assert p.fake.num_joined == 2
 
 
 # ── the schedule ──────────────────────────────────────────────────────────────────────────────

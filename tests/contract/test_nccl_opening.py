@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 from memserve.errors import StartError, TransferError
+from memserve.ops.nccl_pipe import Counts
 from memserve.types import Heads, InstanceId
 from memserve.workers.links import nccl
 from memserve.workers.links.base import Rank, RankPeer
 from memserve.workers.links.nccl import NcclEndpoint
-from memserve.workers.links.nccl_fake import FakeCommunicator
+from memserve.workers.links.nccl_fake import FakeCommunicator, FakePipe
 from memserve.workers.links.nccl_worker import Machinery
 from tests.contract.link_rig import T1, buffer_bytes, geometry, ids
 from tests.contract.nccl_rig import DEADLINE_S, SETTINGS, SHAPE, End, EndMaker, completions, until
@@ -61,22 +63,64 @@ def test_a_receiver_that_cannot_join_is_told_by_name(make_end: EndMaker) -> None
 
 
 @pytest.mark.parametrize("who", ["P0", "D0"])
-def test_a_peer_that_gets_stuck_while_the_way_is_made_is_not_waited_for(
+def test_a_peer_that_never_splits_its_communicator_is_not_waited_for(
     make_end: EndMaker, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
-    """It has joined, and never splits its communicator."""
     soon = msgspec.structs.replace(SETTINGS, open_s=1.0)
     p, d = make_end("P0", settings=soon), make_end("D0", settings=soon)
     stuck = {"P0": p, "D0": d}[who].fake
-    launch_at_once = FakeCommunicator.launch_at_once
+    split = FakeCommunicator.split
 
     def get_stuck(communicator: FakeCommunicator) -> None:
         if communicator._fabric is not stuck:
-            launch_at_once(communicator)
+            split(communicator)
 
-    monkeypatch.setattr(FakeCommunicator, "launch_at_once", get_stuck)
-    with pytest.raises(TransferError, match="nothing in 1 s"):
+    monkeypatch.setattr(FakeCommunicator, "split", get_stuck)
+    with pytest.raises(TransferError, match="not open after 1 s"):
         p.endpoint.open(d.peer())
+
+
+@pytest.mark.parametrize("who", ["P0", "D0"])
+def test_a_peer_that_gets_stuck_while_the_gpus_are_connected_is_not_waited_for(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    soon = msgspec.structs.replace(SETTINGS, open_s=1.0)
+    p, d = make_end("P0", settings=soon), make_end("D0", settings=soon)
+    stuck, run = {"P0": p, "D0": d}[who].gpu, FakePipe.run
+
+    def get_stuck(pipe: FakePipe, finished: int = 0, watch: int = -1) -> Counts:
+        return pipe._counts if pipe._gpu is stuck else run(pipe, finished, watch)
+
+    monkeypatch.setattr(FakePipe, "run", get_stuck)
+    with pytest.raises(TransferError, match="not open after 1 s"):
+        p.endpoint.open(d.peer())
+    until(lambda: d.fake.num_aborted == 1, "the receiver should have given up")
+
+
+@pytest.mark.parametrize("who", ["P0", "D0"])
+def test_a_connecting_pipe_that_cannot_be_ended_well_is_closed_once(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """A native pipe is gone after `close`, also if that raises: a second one frees it again."""
+    p, d = make_end("P0", seed=1), make_end("D0")
+    end = {"P0": p, "D0": d}[who]
+    close, closed = FakePipe.close, []
+
+    def fail(pipe: FakePipe) -> None:
+        if pipe._gpu is not end.gpu:
+            return close(pipe)
+        closed.append(pipe)
+        if closed.count(pipe) == 1:
+            close(pipe)
+        raise TransferError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakePipe, "close", fail)
+        with pytest.raises(TransferError, match="illegal memory access"):
+            p.endpoint.open(d.peer())
+        until(lambda: end.gpu.num_pipes == 0 and end.fake.num_aborted == 1, "it should end")
+        until(lambda: not any(t.name.startswith("nccl from") for t in threading.enumerate()), "end")
+    assert len(closed) == 1
 
 
 def test_a_socket_that_cannot_be_made_is_said(tmp_path: Path) -> None:

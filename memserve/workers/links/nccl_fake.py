@@ -191,7 +191,7 @@ class FakeCommunicator:
         self._socket = sock
         self._is_aborted = False
         self._awaits_peer = False
-        """To do as this end has done in `launch_at_once`."""
+        """To do as this end has done in `split`."""
 
     def progress(self) -> bool:
         if self._fabric.error is not None:
@@ -211,7 +211,7 @@ class FakeCommunicator:
                 return False
         return not self._awaits_peer
 
-    def launch_at_once(self) -> None:
+    def split(self) -> None:
         assert self._socket is not None
         self._awaits_peer = True
         try:

@@ -76,6 +76,7 @@ class Receiver(LinkThread):
 
     def _run(self) -> None:
         wire = self._wire
+        self._begin_opening()
         try:
             hello = self._greeting()
             view = self._view_of(hello.heads)
@@ -95,7 +96,7 @@ class Receiver(LinkThread):
             wire.close()
 
     def _greeting(self) -> Hello:
-        self._until(lambda: bool(self._heard), self._settings.open_s, "waiting for a greeting")
+        self._until(lambda: bool(self._heard), "waiting for a greeting")
         hello = self._heard.popleft()
         if not isinstance(hello, Hello):
             raise TransferError(f"a link begins with Hello, not {type(hello).__name__}")

@@ -101,8 +101,9 @@ class Sender(LinkThread):
         than to launch a piece.
         """
         with self._talking:
-            if self._is_resting and self._failure is None and not self._inbox:
+            if self._is_resting and self._machinery.gate.enter():
                 self._begin(job)
+                self._machinery.gate.leave()
             else:
                 self._inbox.append(job)
         self._wake.set()
@@ -112,11 +113,10 @@ class Sender(LinkThread):
         has not done so: it would have to wake up first."""
         if self._pending and not self._thread_waits and self._talking.acquire(blocking=False):
             try:
-                if self._is_working and self._failure is None:
+                if self._is_working:
                     self._listen()
             except TransferError as error:
-                self._failure = error
-                self._wake.set()
+                self._fail(error)
             finally:
                 self._talking.release()
         jobs = [self._completed.popleft() for _ in range(len(self._completed))]
@@ -129,11 +129,16 @@ class Sender(LinkThread):
         """The lock is held. The thread goes on with it, and hears if anything has failed."""
         assert self._pipe is not None
         try:
-            self._announce(job)
-            self._put(self._pipe, job.source_ids, self._schedule)
+            self._queue(job, self._pipe)
             self._pipe.begin()
         except TransferError as error:
-            self._failure = error
+            self._fail(error)
+
+    def _fail(self, error: TransferError) -> None:
+        """The lock is held. The thread hears of it; nobody uses the way until it has."""
+        self._failure = error
+        self._is_working = self._is_resting = False
+        self._wake.set()
 
     # ── the thread ────────────────────────────────────────────────────────────────────────────
 
@@ -155,6 +160,7 @@ class Sender(LinkThread):
 
     def _serve(self) -> NoReturn:
         """Make a way and use it until it breaks. Raises: ClosingError, TransferError."""
+        self._begin_opening()
         wire = self._wire = self._connect()
         self._failure = None
         try:
@@ -206,15 +212,20 @@ class Sender(LinkThread):
                 pieces=self._settings.pieces,
             )
         )
-        self._until(lambda: self._is_welcome, self._settings.open_s, "waiting for an answer")
+        self._until(lambda: self._is_welcome, "waiting for an answer")
         return unique_id
 
     def _warm_up(self, pipe: Pipe) -> None:
         """Shows that the way works."""
         block = array("i", [0])  # vLLM's null block, which nobody reads
-        self._put_announced(Job(_WARM_UP, block, block, self._clock()), pipe)
-        self._launch_all(pipe)
-        self._until(lambda: not self._pending, self._settings.open_s, "the first block")
+        with self._talk():
+            self._queue(Job(_WARM_UP, block, block, self._clock()), pipe)
+
+        def has_passed() -> bool:
+            self._run_pipe(pipe)
+            return not self._pending
+
+        self._until(has_passed, "the first block")
         self._has_opened = True
         self._outcome.set()
 
@@ -222,17 +233,16 @@ class Sender(LinkThread):
         """Until the way breaks or the link is closed; either raises."""
         self._is_working = True
         while True:
-            if (job := self._next_job()) is not None:
-                self._put_announced(job, pipe)
+            self._check()  # a pipe that has failed is run no more
+            self._queue_next(pipe)
             if self._pending:
                 self._launch_all(pipe)
-            self._check()
             self._rest(wire)
 
     def _rest(self, wire: Wire) -> None:
         """Until there may be something to do. Meanwhile the engine's thread may use the pipe."""
         with self._talk():
-            self._is_resting = not self._inbox
+            self._is_resting = self._is_working and not self._inbox
         if self._is_resting:
             wire.wait(self._wake, _LISTEN_S if self._pending else None)
             with self._talk():
@@ -245,25 +255,22 @@ class Sender(LinkThread):
             self._thread_waits = False
             yield
 
-    def _next_job(self) -> Job | None:
+    def _queue_next(self, pipe: Pipe) -> None:
         with self._talk():
-            return self._inbox.popleft() if self._inbox else None
+            if self._inbox:
+                job = self._inbox.popleft()
+                if job.error is None:
+                    self._queue(job, pipe)
+                else:  # cancelled before it began
+                    self._complete(job)
 
-    def _put_announced(self, job: Job, pipe: Pipe) -> None:
-        """Raises: TransferError."""
-        if job.error is not None:  # cancelled before it began
-            self._complete(job)
-            return
-        with self._talk():
-            self._announce(job)
-        self._put(pipe, job.source_ids, self._schedule)
-
-    def _announce(self, job: Job) -> None:
-        """Both threads; the lock is held."""
+    def _queue(self, job: Job, pipe: Pipe) -> None:
+        """Both threads; the lock is held. Raises: TransferError."""
         assert self._wire is not None
         self._number += 1
         self._pending[self._number] = job
         self._wire.send(Announce(self._number, job.target_ids.tobytes()))
+        self._put(pipe, job.source_ids, self._schedule)
 
     def _look(self) -> None:
         with self._talk():

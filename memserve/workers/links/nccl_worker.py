@@ -15,7 +15,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -23,6 +24,7 @@ from memserve.errors import TransferError
 from memserve.ops.nccl import Communicator, Fabric
 from memserve.ops.nccl_pipe import Counts, Pieces, PipeSpec
 from memserve.ops.views import BlockView
+from memserve.workers.links.nccl_gate import CallGate
 from memserve.workers.links.nccl_pipe import CHUNK_BYTES, EDGE_BYTES, Gpu, Pipe
 from memserve.workers.links.nccl_wire import Schedule, Wake, Wire
 from memserve.workers.sleeps import sleep_exactly
@@ -43,7 +45,7 @@ class NcclSettings(msgspec.Struct, frozen=True):
     """Launches under way at most: enough for any prompt's chunks, few enough for a stream's
     queue."""
     open_s: float = 20.0
-    """For connecting, making the communicator and warming it up: a few seconds on a busy host."""
+    """For all of an opening, from the greeting to the first block: a few seconds on a busy host."""
     stall_s: float = 10.0
     """Without any progress of a transfer, the way is taken for broken."""
     quiet_s: float = 2.0
@@ -62,6 +64,7 @@ class Machinery(msgspec.Struct, frozen=True):
     gpu: Gpu
     settings: NcclSettings
     clock: Callable[[], float] = time.monotonic
+    gate: CallGate = msgspec.field(default_factory=CallGate)
 
 
 class ClosingError(Exception):
@@ -78,6 +81,8 @@ class LinkThread(ABC):
         self._wake = Wake()
         self._wire: Wire | None = None
         self._is_closing = False
+        self._open_by = 0.0
+        """When an opening has taken too long."""
         self._communicator: Communicator | None = None
         self._pipe: Pipe | None = None
         self._counts = Counts(0, 0)
@@ -132,14 +137,32 @@ class LinkThread(ABC):
             raise ClosingError
         self._look()
 
-    def _until(self, condition: Callable[[], bool], patience_s: float, what: str) -> None:
-        """Raises: ClosingError; TransferError if the peer is gone, or it takes longer."""
-        deadline = self._clock() + patience_s
+    def _begin_opening(self) -> None:
+        self._open_by = self._clock() + self._settings.open_s
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        """A step of an opening. Raises: ClosingError; TransferError if the peer is gone, or the
+        opening takes too long."""
         while not condition():
             self._check()
-            if self._clock() > deadline:
-                raise TransferError(f"{what}: nothing in {patience_s:g} s")
+            if self._clock() > self._open_by:
+                raise TransferError(f"{what}: not open after {self._settings.open_s:g} s")
             time.sleep(_POLL_S)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Calls of CUDA while something is on its way. Raises: ClosingError, TransferError."""
+        gate = self._machinery.gate
+        give_up_at = self._clock() + self._settings.stall_s
+        while not gate.enter():
+            self._check()
+            if self._clock() > give_up_at:
+                raise TransferError("another communicator cannot be given up")
+            time.sleep(_POLL_S)
+        try:
+            yield
+        finally:
+            gate.leave()
 
     # ── the passage ───────────────────────────────────────────────────────────────────────────
 
@@ -151,10 +174,10 @@ class LinkThread(ABC):
         Raises: ClosingError, TransferError. `_end_passage` in any case.
         """
         communicator = self._communicator = self._machinery.fabric.join(unique_id, rank)
-        self._until(communicator.progress, self._settings.open_s, "making the communicator")
+        self._until(communicator.progress, "making the communicator")
         self._connect_gpus(self._make_pipe(communicator, PipeSpec(view, rank == 0, 1, pieces, 1)))
-        communicator.launch_at_once()
-        self._until(communicator.progress, self._settings.open_s, "making the second communicator")
+        communicator.split()
+        self._until(communicator.progress, "splitting the communicator")
         ahead = self._settings.chunks_ahead
         spec = PipeSpec(view, rank == 0, schedule.chunk_blocks, pieces, ahead)
         return self._make_pipe(communicator, spec)
@@ -163,26 +186,37 @@ class LinkThread(ABC):
         """What passes first sets connections up, which the other end has its part in, so that it
         may never end: this communicator can be given up meanwhile."""
         end = pipe.put(array("i", [0]), [1])  # vLLM's null block, which nobody reads
-        self._until(lambda: pipe.run(end).finished == end, self._settings.open_s, "connecting")
-        pipe.close()
-        self._pipe = None
+
+        def has_passed() -> bool:
+            self._run_pipe(pipe, end)
+            return self._counts.finished == end
+
+        self._progress_at = self._clock()
+        self._until(has_passed, "connecting the GPUs")
+        self._close_pipe()
 
     def _make_pipe(self, communicator: Communicator, spec: PipeSpec) -> Pipe:
         """Raises: TransferError."""
-        self._counts, self._end = Counts(0, 0), 0
         pipe = self._pipe = self._machinery.gpu.pipe(communicator, spec)
         return pipe
 
     def _end_passage(self) -> None:
         """Give the communicator up, and wait until what was queued has run dry, or has failed."""
-        if self._communicator is not None:
-            self._communicator.abort()
-        if self._pipe is not None:
+        communicator, self._communicator = self._communicator, None
+        with self._machinery.gate.closed():
+            if communicator is not None:
+                communicator.abort()
             try:
-                self._pipe.close()
+                self._close_pipe()
             except TransferError as error:  # of CUDA, and for good: nothing runs there any more
                 logger.error("a pipe has ended badly: %s", error)
-        self._communicator = self._pipe = None
+
+    def _close_pipe(self) -> None:
+        """If there is one. Raises: TransferError; it is gone in any case."""
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            with self._machinery.gate.closed():
+                pipe.close()
 
     def _put(self, pipe: Pipe, ids: array[int], schedule: Schedule) -> int:
         """Queue all chunks of a transfer; returns how many launches have finished when it is
@@ -200,7 +234,9 @@ class LinkThread(ABC):
 
     def _run_pipe(self, pipe: Pipe, finished: int = 0, watch: int = -1) -> None:
         """Let it go on. Raises: TransferError, also if nothing has moved in time."""
-        before, self._counts = self._counts, pipe.run(finished, watch)
+        before = self._counts
+        with self._calling():
+            self._counts = pipe.run(finished, watch)
         if self._counts != before:
             self._progress_at = self._clock()
         if self._clock() > self._progress_at + self._settings.stall_s:
