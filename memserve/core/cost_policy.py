@@ -197,7 +197,7 @@ class CostPolicy:
         return firsts
 
     def _swap_s(self, demand: Demand) -> Seconds:
-        sizes = (demand.dram_tokens.astype(np.int64) * self._token_bytes).tolist()
+        sizes = (demand.dram_tokens * self._token_bytes).tolist()
         return np.array([self._cost.swap_in_s(size_bytes) for size_bytes in sizes])
 
     def _sources(
@@ -210,7 +210,7 @@ class CostPolicy:
             return []
         before = loads.sending_bytes
         if is_swapping:
-            before = before + demand.dram_tokens * np.int64(self._token_bytes)
+            before = before + demand.dram_tokens * self._token_bytes
         best = _argmin(np.where(usable == most, before, _MOST))
         if not before[best]:
             return [best]

@@ -32,11 +32,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from memserve.core.loads import Bools, Counts, Loads, Seconds
 from memserve.core.timeline import Detail
@@ -105,9 +104,9 @@ class Demand(msgspec.Struct, frozen=True):
     """A request that wants a place, and what the instances hold of its tokens."""
 
     num_tokens: int
-    cached_tokens: npt.NDArray[np.int32]
+    cached_tokens: Counts
     """[instances] Leading tokens that each is believed to hold, in any medium."""
-    dram_tokens: npt.NDArray[np.int32]
+    dram_tokens: Counts
     """[instances] Of those: in DRAM alone."""
     expected_tokens: int
     """That it will generate, as far as one can tell."""
@@ -134,9 +133,9 @@ class Demand(msgspec.Struct, frozen=True):
             return self.reusable()
         return self._useful(np.maximum(self.cached_tokens, self.coming_tokens))
 
-    def _useful(self, tokens: npt.NDArray[Any]) -> Counts:
+    def _useful(self, tokens: Counts) -> Counts:
         most = (self.num_tokens - 1) // self.block_size * self.block_size
-        useful: Counts = np.minimum(tokens, max(most, 0)).astype(np.int64)
+        useful: Counts = np.minimum(tokens, max(most, 0))
         return useful
 
 

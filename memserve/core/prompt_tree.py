@@ -76,8 +76,8 @@ class PromptTree:
 
         Time: the prompt, and the holders of what it shares with the tree; not the tree.
         """
-        blocks = np.zeros(len(self.instances), np.int32)
-        dram = np.zeros(len(self.instances), np.int32)
+        blocks = np.zeros(len(self.instances), np.int64)
+        dram = np.zeros(len(self.instances), np.int64)
         node: Node | None = self._roots.get(path.namespace)
         packed, block_bytes = path.packed, self._block_bytes
         start, end = 0, len(packed)
@@ -110,8 +110,8 @@ class PromptTree:
         node: Node,
         above: int,
         shared: int,
-        blocks: npt.NDArray[np.int32],
-        dram: npt.NDArray[np.int32],
+        blocks: npt.NDArray[np.int64],
+        dram: npt.NDArray[np.int64],
     ) -> None:
         """Add what is held of the node's first `shared` blocks; `above` blocks are before it."""
         if len(node.holders) > _FEW:
