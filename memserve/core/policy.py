@@ -161,8 +161,7 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> Detail:
-        """Why: the policy, and the candidates with their terms (seconds, tokens). By what the loads
-        and costs were; what was late lately, as of now."""
+        """Why: the policy, and the candidates with their terms (seconds, tokens), as they were."""
         return self.explain()
 
 
@@ -212,6 +211,12 @@ class Eligible(msgspec.Struct, frozen=True):
     whole: Bools
     prefill: Bools
     decode: Bools
+    computing: Bools
+    """Whole, or prefill."""
+    generating: Bools
+    """Decode, and not whole."""
+    sending: Bools
+    """From whom may be fetched."""
     reason: Detail
     """What a placement's reason has to say of that."""
 
@@ -236,4 +241,29 @@ def eligible(loads: Loads, splitting: Splitting, *, may_wait: bool) -> Eligible:
     if not may_wait and np.count_nonzero((whole | prefill) & ~loads.is_busy):
         whole, prefill = whole & ~loads.is_busy, prefill & ~loads.is_busy
     absence = splitting.absence(there, loads.all_roles)
-    return Eligible(whole, prefill, decode, {} if absence is None else {"runs whole": absence})
+    return Eligible(
+        whole=whole,
+        prefill=prefill,
+        decode=decode,
+        computing=whole | prefill,
+        generating=decode & ~whole,
+        sending=loads.can_send,
+        reason={} if absence is None else {"runs whole": absence},
+    )
+
+
+class Eligibility:
+    """`eligible`, kept until somebody's state changes: every request asks."""
+
+    def __init__(self, splitting: Splitting) -> None:
+        self._splitting = splitting
+        self._kept: tuple[Loads, bytes, Eligible] | None = None
+
+    def among(self, loads: Loads, *, may_wait: bool) -> Eligible:
+        """As `eligible`."""
+        if not may_wait:  # seldom, and who is busy changes all the time
+            return eligible(loads, self._splitting, may_wait=False)
+        states = loads.states.tobytes()
+        if self._kept is None or self._kept[0] is not loads or self._kept[1] != states:
+            self._kept = loads, states, eligible(loads, self._splitting, may_wait=True)
+        return self._kept[2]

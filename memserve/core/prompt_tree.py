@@ -86,16 +86,12 @@ class PromptTree:
             node = node.children.get(packed[start : start + block_bytes])
             if node is None:
                 break
-            size = len(node.label)
-            shared = size // block_bytes
-            is_whole = packed.startswith(node.label, start)
-            if not is_whole:
-                shared = shared_blocks(node.label, packed, start, self.block_size)
+            shared = shared_blocks(node.label, packed, start, self.block_size)
             self._count(node, start // block_bytes, shared, blocks, dram)
             last = node
-            start += size
-            if not is_whole:
+            if shared * block_bytes < len(node.label):
                 break
+            start += len(node.label)
         blocks *= self.block_size
         dram *= self.block_size
         return Match(self._slots, blocks, dram, last)
