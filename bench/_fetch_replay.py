@@ -48,8 +48,8 @@ class Replay:
         demand = Demand(
             num_tokens=prompt,
             expected_tokens=1,
-            cached_tokens=np.array([held, own], np.int32),
-            dram_tokens=np.zeros(2, np.int32),
+            cached_tokens=np.array([held, own], np.int64),
+            dram_tokens=np.zeros(2, np.int64),
             block_size=self._block_size,
             session="",
             now=now,

@@ -11,7 +11,8 @@ length of the prompt; and what the instances' events cost the event loop.
 
 All times are the thread's own (CPU time): nothing here waits, so they are what a free core takes.
 `place wall` is what the clock on the wall said, with whatever else ran on the machine. `explain`:
-the placement's reason, which the scheduler asks for once a request has a place, or begins to wait.
+the placement's reason, which the scheduler asks for once a request has a place, or begins to wait;
+`decision`: `place` and `explain`, of one request.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def demand(match: Match) -> Demand:
 
 
 def place_times(load: Load, repeats: int) -> dict[str, dict[str, float]]:
-    """The walk, the policy, both."""
+    """The walk, the policy, both; the reason, and both with it."""
     cost = CostModel(built_in(MODELS["llama-3.1-8b"], "NVIDIA H200"))
     policy = make_policy("cost", Split.ALWAYS, cost, "ipc")
     loads = busy(load, cost)
@@ -190,6 +191,7 @@ def place_times(load: Load, repeats: int) -> dict[str, dict[str, float]]:
         "place": both,
         "place wall": wall,
         "explain": explain,
+        "decision": [sum(parts) for parts in zip(both, explain, strict=True)],
     }
     return {name: microseconds(times) for name, times in samples.items()}
 
@@ -272,7 +274,7 @@ def snapshot(load: Load) -> dict[str, float]:
 
 def row(load: Load, times: dict[str, dict[str, float]]) -> dict[str, Scalar]:
     figures = {f"{name} {key}": v for name, by in times.items() for key, v in by.items()}
-    shown = ("walk p50_us", "walk p99_us", "place p50_us", "place p99_us", "place wall p50_us")
+    shown = ("walk p50_us", "place p50_us", "explain p50_us", "decision p50_us", "decision p99_us")
     size: dict[str, Scalar] = {"instances": len(load.instances), "blocks": load.tree.num_blocks}
     return size | {name: figures[name] for name in shown}
 

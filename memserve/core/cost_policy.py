@@ -45,12 +45,12 @@ from memserve.core.cost_model import CostModel
 from memserve.core.loads import Bools, Counts, Loads, Seconds
 from memserve.core.policy import (
     Demand,
+    Eligibility,
     Eligible,
     FetchChoice,
     Placement,
     Split,
     Splitting,
-    eligible,
 )
 from memserve.core.timeline import Detail, Number
 from memserve.types import COPIED_PORTION_BYTES, COPYING_LINKS
@@ -74,6 +74,8 @@ class _Fetch(msgspec.Struct, frozen=True):
     source: int
     num_tokens: int
     """That will be there."""
+    late_s: float
+    """Of the seconds: what fetches from there were late lately."""
     seconds: Seconds
     exec_s: Seconds
     """Of the rest of the prompt."""
@@ -92,14 +94,6 @@ class _Firsts(msgspec.Struct):
     and the followers."""
     total_s: Seconds
     """For all of them."""
-    decode_s: Seconds
-    """Of a step of those that generate there."""
-    is_last: Bools
-    """Its queue is one prompt, in its last step."""
-    chunk_s: Seconds
-    """The longest step of a prompt's."""
-    rest_s: Seconds
-    """Of the step that it is in, as far as one can tell: no command is served meanwhile."""
     swap_s: Seconds | None
     """Of bringing to HBM what is in DRAM alone; None: nothing is, anywhere."""
     is_fetched: Bools
@@ -112,8 +106,19 @@ class _Firsts(msgspec.Struct):
         return next((fetch for fetch in reversed(self.fetches) if fetch.pays[slot]), None)
 
 
+class _Steps(msgspec.Struct, frozen=True):
+    """[instances] each: what the engines are in the middle of. They serve no command meanwhile."""
+
+    chunk_s: Seconds
+    """The longest step of a prompt's."""
+    is_last: Bools
+    """The queue is one prompt, in its last step."""
+    rest_s: Seconds
+    """Of the present step, as far as one can tell."""
+
+
 class CostPolicy:
-    """See the module. Remembers nothing; the cost model is its owner's."""
+    """See the module. Remembers nothing of requests; the cost model is its owner's."""
 
     name = "cost"
 
@@ -127,11 +132,12 @@ class CostPolicy:
         self._link = cost.profile.links[link]
         self._is_in_turn = link in COPYING_LINKS
         self.splitting = Splitting(split, can_tell=is_calibrated)
+        self._eligibility = Eligibility(self.splitting)
         self._token_bytes = cost.kv_bytes(1)
 
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
-        can = eligible(loads, self.splitting, may_wait=demand.may_wait)
+        can = self._eligibility.among(loads, may_wait=demand.may_wait)
         firsts = self._firsts(demand, loads, can)
         load_s = self._load_s(demand, loads)
         has_room = loads.free_tokens >= demand.num_tokens + demand.expected_tokens
@@ -162,14 +168,8 @@ class CostPolicy:
         if swap_s is not None:
             in_hbm = np.maximum(cached - demand.dram_tokens, 0)  # the rest is left where it is
             exec_s = np.minimum(exec_s + swap_s, _exec_cached_s(demand.num_tokens, in_hbm, loads))
-        chunk_s = loads.each_s(lambda cost: cost.exec_s(cost.profile.chunk_tokens))
-        num_decoding = loads.num_requests - loads.num_prefills
         num_followers = _followers(loads, can)
-        num_waiting = num_decoding + loads.num_fetching + (1 + num_followers)
-        decode_s = loads.step_s * (num_decoding > 0)
-        # Such a step ends with the queue; of others, half is left on average.
-        is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
-        rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
+        num_waiting = loads.num_delayed + (1 + num_followers)
         ahead_s = queue_s if demand.ahead_s is None else queue_s + demand.ahead_s
         firsts = _Firsts(
             cached=cached,
@@ -178,27 +178,33 @@ class CostPolicy:
             num_followers=num_followers,
             num_waiting=num_waiting,
             total_s=ahead_s + exec_s * num_waiting,
-            decode_s=decode_s,
-            is_last=is_last,
-            chunk_s=chunk_s,
-            rest_s=rest_s + decode_s / 2,
             swap_s=swap_s,
             is_fetched=np.zeros(len(cached), bool),
             fetches=[],
         )
         if demand.may_fetch:
-            reusable = cached if demand.coming_tokens is None else demand.reusable()
-            usable = np.where(loads.can_send, reusable, 0)
-            for source in self._sources(usable, demand, loads, is_swapping=swap_s is not None):
-                num_tokens, num_dram = int(usable[source]), int(demand.dram_tokens[source])
-                self._consider(firsts, source, num_tokens, num_dram, demand, loads)
-                if 0 < num_dram < num_tokens:
-                    self._consider(firsts, source, num_tokens - num_dram, 0, demand, loads)
+            self._fetch(firsts, queue_s, demand, loads, can)
         return firsts
 
     def _swap_s(self, demand: Demand) -> Seconds:
-        sizes = (demand.dram_tokens.astype(np.int64) * self._token_bytes).tolist()
+        sizes = (demand.dram_tokens * self._token_bytes).tolist()
         return np.array([self._cost.swap_in_s(size_bytes) for size_bytes in sizes])
+
+    def _fetch(
+        self, firsts: _Firsts, queue_s: Seconds, demand: Demand, loads: Loads, can: Eligible
+    ) -> None:
+        """Let those fetch whom it makes faster. Mutates `firsts`."""
+        reusable = firsts.cached if demand.coming_tokens is None else demand.reusable()
+        usable = reusable * can.sending
+        sources = self._sources(usable, demand, loads, is_swapping=firsts.swap_s is not None)
+        if not sources:
+            return
+        steps = _steps(queue_s, loads)
+        for source in sources:
+            num_tokens, num_dram = usable.item(source), demand.dram_tokens.item(source)
+            self._consider(firsts, steps, source, num_tokens, num_dram, demand, loads)
+            if 0 < num_dram < num_tokens:
+                self._consider(firsts, steps, source, num_tokens - num_dram, 0, demand, loads)
 
     def _sources(
         self, usable: Counts, demand: Demand, loads: Loads, *, is_swapping: bool
@@ -210,7 +216,7 @@ class CostPolicy:
             return []
         before = loads.sending_bytes
         if is_swapping:
-            before = before + demand.dram_tokens * np.int64(self._token_bytes)
+            before = before + demand.dram_tokens * self._token_bytes
         best = _argmin(np.where(usable == most, before, _MOST))
         if not before[best]:
             return [best]
@@ -221,6 +227,7 @@ class CostPolicy:
     def _consider(
         self,
         firsts: _Firsts,
+        steps: _Steps,
         source: int,
         num_tokens: int,
         num_dram: int,
@@ -228,25 +235,29 @@ class CostPolicy:
         loads: Loads,
     ) -> None:
         """Let those fetch from this source whom it makes faster. Mutates `firsts`."""
-        missing = num_tokens - firsts.cached
+        missing = num_tokens - firsts.cached  # below 0: it does not pay, whatever it takes
         under_way = np.maximum(loads.sending_bytes[source], loads.receiving_bytes)
-        size_bytes = np.maximum(missing, 0) * self._token_bytes + under_way
-        step_s = float(firsts.decode_s[source])  # the next one, after the rest
-        if not firsts.is_last[source]:
-            step_s += min(float(firsts.queue_s[source]), float(firsts.chunk_s[source]))
-        least_s = _ROUND_TRIPS_S + self._link.fixed_s + size_bytes / self._link.bytes_per_s
-        fetch_s = least_s + float(firsts.rest_s[source]) + firsts.rest_s
-        if step_s:
-            turns = size_bytes // COPIED_PORTION_BYTES if self._is_in_turn else 1
-            fetch_s = fetch_s + turns * step_s
+        size_bytes = missing * self._token_bytes + under_way
+        link_s = size_bytes / self._link.bytes_per_s
+        round_s = _ROUND_TRIPS_S + self._link.fixed_s
+        step_s = loads.decode_s.item(source)  # the next one, after the rest
+        if not steps.is_last[source]:
+            step_s += min(firsts.queue_s.item(source), steps.chunk_s.item(source))
+        before_s = round_s + steps.rest_s.item(source)
+        if num_dram and firsts.swap_s is not None:
+            before_s += firsts.swap_s.item(source) + step_s
+        if not self._is_in_turn:
+            before_s += step_s
+        fetch_s = link_s + steps.rest_s + before_s
+        if self._is_in_turn and step_s:
+            fetch_s = fetch_s + size_bytes // COPIED_PORTION_BYTES * step_s
         if firsts.swap_s is not None:  # both bring theirs first, between two steps
             fetch_s = fetch_s + firsts.swap_s
-            fetch_s = fetch_s + (float(firsts.swap_s[source]) + step_s if num_dram else 0.0)
         counted_s = fetch_s
         if late_s := loads.fetch_times.late_s(source, demand.now):
-            fetch_s = np.maximum(fetch_s + late_s, size_bytes / self._link.bytes_per_s)
+            fetch_s = np.maximum(fetch_s + late_s, link_s)
             # Not above: `late_s` is learnt from `fetch_s`, and would sink for ever.
-            counted_s = np.maximum(fetch_s, least_s)
+            counted_s = np.maximum(fetch_s, link_s + round_s)
         exec_s = loads.each_s(lambda cost: cost.exec_s(demand.num_tokens, num_tokens))
         total_s = np.maximum(firsts.queue_s, counted_s) + exec_s * firsts.num_waiting
         pays = (missing > 0) & (total_s < firsts.total_s)
@@ -254,7 +265,7 @@ class CostPolicy:
             return
         np.copyto(firsts.total_s, total_s, where=pays)
         firsts.is_fetched |= pays
-        firsts.fetches.append(_Fetch(source, num_tokens, fetch_s, exec_s, pays))
+        firsts.fetches.append(_Fetch(source, num_tokens, late_s, fetch_s, exec_s, pays))
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
 
@@ -263,8 +274,8 @@ class CostPolicy:
         context_s = loads.each_s(
             lambda cost: cost.decode_step_s(1, demand.num_tokens) - cost.decode_step_s(1, 0)
         )
-        after = (loads.num_requests + 1) * (loads.next_step_s + context_s)
-        load_s: Seconds = demand.expected_tokens * (after - loads.num_requests * loads.step_s)
+        added_s = loads.added_s + (loads.num_requests + 1) * context_s
+        load_s: Seconds = demand.expected_tokens * added_s
         return load_s
 
     def _hand_over_s(self, demand: Demand, loads: Loads) -> Seconds:
@@ -310,20 +321,20 @@ class CostPolicy:
     ) -> Detail:
         """The chosen ones and the best others of each kind, with their terms."""
         candidates: list[dict[str, Number]] = []
-        for slot in _best(firsts.total_s, can.whole | can.prefill, first):
-            terms = _first_terms(slot, firsts, demand, loads)
+        for slot in _best(firsts.total_s, can.computing, first):
+            terms = _first_terms(slot, firsts, loads)
             if decode is None:
-                terms["load_s"] = round(load_s.item(slot), 6)
+                terms["load_s"] = load_s.item(slot)
             candidates.append(terms)
-        generating = can.decode & ~can.whole
-        candidates += [
-            {
-                "instance": loads.instances[slot],
-                "cached_tokens": demand.cached_tokens.item(slot),
-                "load_s": round(load_s.item(slot), 6),
-            }
-            for slot in (_best(load_s, generating, decode) if generating.any() else ())
-        ]
+        if np.count_nonzero(can.generating):
+            candidates += [
+                {
+                    "instance": loads.instances[slot],
+                    "cached_tokens": demand.cached_tokens.item(slot),
+                    "load_s": load_s.item(slot),
+                }
+                for slot in _best(load_s, can.generating, decode)
+            ]
         return {
             "policy": self.name,
             "tokens": demand.num_tokens,
@@ -345,39 +356,52 @@ def _exec_cached_s(num_tokens: int, cached: Counts, loads: Loads) -> Seconds:
 
 
 def _exec_many_s(num_tokens: int, cached: Counts, cost: CostModel) -> Seconds:
-    """As `CostModel.exec_many`."""
-    if len(cached) > _FEW:
-        return cost.exec_many(num_tokens, cached)
-    each: list[int] = cached.tolist()
-    known = {tokens: cost.exec_s(num_tokens, tokens) for tokens in set(each)}
-    return np.array([known[tokens] for tokens in each])
+    """As `CostModel.exec_many`. Most hold equally much: nothing, or the system prompt."""
+    least = cached.item(cached.argmin())
+    exec_s = np.full(len(cached), cost.exec_s(num_tokens, least))
+    more = (cached > least).nonzero()[0]
+    if len(more) > _FEW:
+        exec_s[more] = cost.exec_many(num_tokens, cached[more])
+    elif len(more):
+        each: list[int] = cached[more].tolist()
+        known = {tokens: cost.exec_s(num_tokens, tokens) for tokens in set(each)}
+        exec_s[more] = [known[tokens] for tokens in each]
+    return exec_s
 
 
-def _first_terms(slot: int, firsts: _Firsts, demand: Demand, loads: Loads) -> dict[str, Number]:
+def _steps(queue_s: Seconds, loads: Loads) -> _Steps:
+    """`queue_s`: of what was placed there."""
+    chunk_s = loads.each_s(lambda cost: cost.exec_s(cost.profile.chunk_tokens))
+    # The last step of a prompt ends with the queue; of others, half is left on average.
+    is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
+    rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
+    return _Steps(chunk_s, is_last, rest_s + loads.decode_s / 2)
+
+
+def _first_terms(slot: int, firsts: _Firsts, loads: Loads) -> dict[str, Number]:
     """What computing the prompt there was reckoned to take."""
     fetch = firsts.fetch_of(slot)
-    exec_s = firsts.exec_s if fetch is None else fetch.exec_s
     terms: dict[str, Number] = {
         "instance": loads.instances[slot],
         "cached_tokens": firsts.cached.item(slot),
-        "queue_s": round(firsts.queue_s.item(slot), 6),
-        "exec_s": round(exec_s.item(slot), 6),
-        "total_s": round(firsts.total_s.item(slot), 6),
+        "queue_s": firsts.queue_s.item(slot),
+        "exec_s": (firsts if fetch is None else fetch).exec_s.item(slot),
+        "total_s": firsts.total_s.item(slot),
     }
     if fetch is not None:
         terms["fetch_from"] = loads.instances[fetch.source]
         terms["fetch_tokens"] = fetch.num_tokens
-        terms["fetch_s"] = round(fetch.seconds.item(slot), 6)
-        if late_s := loads.fetch_times.late_s(fetch.source, demand.now):
-            terms["fetch_late_s"] = round(late_s, 6)  # in the fetch's seconds
+        terms["fetch_s"] = fetch.seconds.item(slot)
+        if fetch.late_s:
+            terms["fetch_late_s"] = fetch.late_s
     return terms
 
 
 def _followers(loads: Loads, can: Eligible) -> int:
     """Prompts that an instance which computes some has to compute: the (lower) median."""
-    waiting = loads.num_prefills[can.whole | can.prefill]
-    middle = (len(waiting) - 1) // 2
-    return int(np.partition(waiting, middle)[middle])
+    waiting = loads.num_prefills[can.computing]
+    waiting.sort()  # of small numbers with many ties faster than `partition`
+    return int(waiting[(len(waiting) - 1) // 2])
 
 
 def _argmin(values: Seconds | Counts) -> int:
@@ -394,7 +418,7 @@ def _least(seconds: Seconds, mask: Bools, loads: Loads, is_fetched: Bools | None
     """The least of the masked ones; near ties as the module says."""
     masked = np.where(mask, seconds, np.inf)
     least = float(masked[masked.argmin()])
-    close = (masked <= least * (1 + _TIE) + _TIE_S).nonzero()[0]
+    close = (masked <= least + abs(least) * _TIE + _TIE_S).nonzero()[0]
     if len(close) == 1:
         return int(close[0])
     ranks = [close, -loads.empty_tokens[close], loads.num_requests[close]]  # the last counts first
@@ -407,7 +431,7 @@ def _best(seconds: Seconds, mask: Bools, chosen: int | None) -> list[int]:
     """The chosen one, and a few of the masked ones with the least seconds."""
     slots = mask.nonzero()[0]
     if len(slots) > _SHOWN:
-        slots = slots[np.argpartition(seconds[slots], _SHOWN)[:_SHOWN]]
+        slots = slots[seconds[slots].argpartition(_SHOWN)[:_SHOWN]]
     order: list[int] = sorted(slots.tolist(), key=seconds.item)
     if chosen is None:
         return order

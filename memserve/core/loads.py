@@ -65,15 +65,15 @@ class Loads:
         costs = {tp: CostModel(cost.profile, tp) for tp in {*degrees} - {cost.tp}} | {cost.tp: cost}
         self._costs = [costs[tp] for tp in degrees]
         self.by_cost: list[tuple[CostModel, Counts]] = [
-            (cost, np.flatnonzero([tp == other for other in degrees])) for tp, cost in costs.items()
+            (costs[tp], np.flatnonzero([tp == other for other in degrees])) for tp in {*degrees}
         ]
         """Each cost model, and the instances (their places) that it is for."""
         count = len(self.instances)
-        self.is_ready: Bools = np.zeros(count, bool)
-        self.is_open: Bools = np.zeros(count, bool)
-        """Ready, and may have more requests."""
-        self.is_silent: Bools = np.zeros(count, bool)
-        """Ready, but it may hang (`hearing.py`)."""
+        self.states: Bools = np.zeros((4, count), bool)
+        """[4, instances] The next four: they change seldom."""
+        self.is_ready, self.is_open, self.is_silent, self.is_owing = self.states
+        """Open: ready, and may have more requests. Silent: ready, but it may hang (`hearing.py`).
+        Owing: it may hang, for it was told to give up transfers, and has not."""
         self.is_busy: Bools = np.zeros(count, bool)
         """Has enough prompts to compute: what is to be computed there waits at the scheduler."""
         self.num_requests: Counts = np.zeros(count, np.int64)
@@ -81,6 +81,8 @@ class Loads:
         """Of those: whose prompt is not computed yet."""
         self.num_fetching: Counts = np.zeros(count, np.int64)
         """Of those: who fetch, and are not in the engine's queue yet."""
+        self.num_delayed: Counts = np.zeros(count, np.int64)
+        """Requests that wait while a prompt is computed: those that generate, or fetch."""
         self.queued_tokens: Counts = np.zeros(count, np.int64)
         self.context_tokens: Counts = np.zeros(count, np.int64)
         self.free_tokens: Counts = np.full(count, _UNKNOWN, np.int64)
@@ -90,12 +92,14 @@ class Loads:
         self.sending_bytes: Counts = np.zeros(count, np.int64)
         self.receiving_bytes: Counts = np.zeros(count, np.int64)
         self.num_owed: Counts = np.zeros(count, np.int64)
-        """Transfers that it was told to give up, and has not: it may hang."""
+        """Transfers that it was told to give up, and has not."""
         self.fetch_times = FetchTimes(count)
         self.step_s: Seconds = np.zeros(count)
         """Of a decode step with the requests that it has."""
-        self.next_step_s: Seconds = np.zeros(count)
-        """The same with one request more, whose context is still empty."""
+        self.decode_s: Seconds = np.zeros(count)
+        """The same where some of them generate by now; else 0."""
+        self.added_s: Seconds = np.zeros(count)
+        """What one request more, whose context is still empty, adds to the steps of all."""
         self.prefill_s: Seconds = np.zeros(count)
         """Of computing the prompts that were placed there, as if none had begun."""
         self._head_s: Seconds = np.zeros(count)
@@ -104,7 +108,7 @@ class Loads:
         self._patience_s: Seconds = np.full(count, np.inf)
         """After so long, that one is late."""
         for slot in range(count):
-            self._reckon_step(slot)
+            self._reckon_generating(slot)
 
     # ── what changes them ─────────────────────────────────────────────────────────────────────
 
@@ -131,7 +135,7 @@ class Loads:
         self.free_tokens[slot] = self.empty_tokens[slot] = _UNKNOWN
         self.prefill_s[slot] = 0.0
         self._reckon_head(slot)
-        self._reckon_step(slot)
+        self._reckon_generating(slot)
 
     def add(self, instance: InstanceId, share: Share, now: float) -> None:
         """A request has something to do there. Time: O(1)."""
@@ -156,7 +160,7 @@ class Loads:
             self.num_prefills[slot] += sign
             self.prefill_s[slot] += sign * share.prefill_s
             self._reckon_head(slot)
-        self._reckon_step(slot)
+        self._reckon_generating(slot)
 
     def _reckon_head(self, slot: int) -> None:
         count = int(self.num_prefills[slot])
@@ -166,10 +170,15 @@ class Loads:
         self._head_s[slot] = head_s
         self._patience_s[slot] = _PATIENCE * head_s + _PATIENCE_S if count else np.inf
 
-    def _reckon_step(self, slot: int) -> None:
-        count, tokens = int(self.num_requests[slot]), int(self.context_tokens[slot])
-        self.step_s[slot] = self._costs[slot].decode_step_s(count, tokens)
-        self.next_step_s[slot] = self._costs[slot].decode_step_s(count + 1, tokens)
+    def _reckon_generating(self, slot: int) -> None:
+        cost, tokens = self._costs[slot], self.context_tokens.item(slot)
+        count = self.num_requests.item(slot)
+        num_decoding = count - self.num_prefills.item(slot)
+        step_s, next_s = cost.decode_step_s(count, tokens), cost.decode_step_s(count + 1, tokens)
+        self.step_s[slot] = step_s
+        self.decode_s[slot] = step_s if num_decoding else 0.0
+        self.added_s[slot] = (count + 1) * next_s - count * step_s
+        self.num_delayed[slot] = num_decoding + self.num_fetching[slot]
 
     def set_room(self, instance: InstanceId, free_tokens: int, empty_tokens: int) -> None:
         """What a heartbeat said of the pool."""
@@ -184,7 +193,9 @@ class Loads:
 
     def add_owed(self, source: InstanceId, count: int) -> None:
         """It owes so many answers more (negative: it has given them, or is lost)."""
-        self.num_owed[self.slots[source]] += count
+        slot = self.slots[source]
+        self.num_owed[slot] += count
+        self.is_owing[slot] = self.num_owed[slot] > 0
 
     # ── what is read ──────────────────────────────────────────────────────────────────────────
 
@@ -218,7 +229,7 @@ class Loads:
     @property
     def can_send(self) -> Bools:
         """[instances] Whom to fetch from: those who answer. Being full is no reason against it."""
-        is_able: Bools = self.is_ready & ~self.is_silent & (self.num_owed == 0)
+        is_able: Bools = self.is_ready & ~(self.is_silent | self.is_owing)
         return is_able
 
     def queue_s(self, now: float) -> Seconds:
@@ -240,6 +251,8 @@ class Loads:
         for counts in (self.queued_tokens, self.context_tokens):
             assert (counts >= 0).all() and not counts[self.num_requests == 0].any()
         assert (self.sending_bytes >= 0).all() and (self.receiving_bytes >= 0).all()
-        assert (self.num_owed >= 0).all()
+        assert (self.num_owed >= 0).all() and (self.is_owing == (self.num_owed > 0)).all()
+        num_decoding = self.num_requests - self.num_prefills
+        assert (self.num_delayed == num_decoding + self.num_fetching).all()
         assert self.sending_bytes.sum() == self.receiving_bytes.sum()
         assert not self.prefill_s[self.num_prefills == 0].any()

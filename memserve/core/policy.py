@@ -32,11 +32,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from memserve.core.loads import Bools, Counts, Loads, Seconds
 from memserve.core.timeline import Detail
@@ -105,9 +104,9 @@ class Demand(msgspec.Struct, frozen=True):
     """A request that wants a place, and what the instances hold of its tokens."""
 
     num_tokens: int
-    cached_tokens: npt.NDArray[np.int32]
+    cached_tokens: Counts
     """[instances] Leading tokens that each is believed to hold, in any medium."""
-    dram_tokens: npt.NDArray[np.int32]
+    dram_tokens: Counts
     """[instances] Of those: in DRAM alone."""
     expected_tokens: int
     """That it will generate, as far as one can tell."""
@@ -134,9 +133,9 @@ class Demand(msgspec.Struct, frozen=True):
             return self.reusable()
         return self._useful(np.maximum(self.cached_tokens, self.coming_tokens))
 
-    def _useful(self, tokens: npt.NDArray[Any]) -> Counts:
+    def _useful(self, tokens: Counts) -> Counts:
         most = (self.num_tokens - 1) // self.block_size * self.block_size
-        useful: Counts = np.minimum(tokens, max(most, 0)).astype(np.int64)
+        useful: Counts = np.minimum(tokens, max(most, 0))
         return useful
 
 
@@ -162,8 +161,7 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> Detail:
-        """Why: the policy, and the candidates with their terms (seconds, tokens). By what the loads
-        and costs were; what was late lately, as of now."""
+        """Why: the policy, and the candidates with their terms (seconds, tokens), as they were."""
         return self.explain()
 
 
@@ -213,6 +211,12 @@ class Eligible(msgspec.Struct, frozen=True):
     whole: Bools
     prefill: Bools
     decode: Bools
+    computing: Bools
+    """Whole, or prefill."""
+    generating: Bools
+    """Decode, and not whole."""
+    sending: Bools
+    """From whom may be fetched."""
     reason: Detail
     """What a placement's reason has to say of that."""
 
@@ -237,4 +241,29 @@ def eligible(loads: Loads, splitting: Splitting, *, may_wait: bool) -> Eligible:
     if not may_wait and np.count_nonzero((whole | prefill) & ~loads.is_busy):
         whole, prefill = whole & ~loads.is_busy, prefill & ~loads.is_busy
     absence = splitting.absence(there, loads.all_roles)
-    return Eligible(whole, prefill, decode, {} if absence is None else {"runs whole": absence})
+    return Eligible(
+        whole=whole,
+        prefill=prefill,
+        decode=decode,
+        computing=whole | prefill,
+        generating=decode & ~whole,
+        sending=loads.can_send,
+        reason={} if absence is None else {"runs whole": absence},
+    )
+
+
+class Eligibility:
+    """`eligible`, kept until somebody's state changes: every request asks."""
+
+    def __init__(self, splitting: Splitting) -> None:
+        self._splitting = splitting
+        self._kept: tuple[Loads, bytes, Eligible] | None = None
+
+    def among(self, loads: Loads, *, may_wait: bool) -> Eligible:
+        """As `eligible`."""
+        if not may_wait:  # seldom, and who is busy changes all the time
+            return eligible(loads, self._splitting, may_wait=False)
+        states = loads.states.tobytes()
+        if self._kept is None or self._kept[0] is not loads or self._kept[1] != states:
+            self._kept = loads, states, eligible(loads, self._splitting, may_wait=True)
+        return self._kept[2]

@@ -76,8 +76,8 @@ class PromptTree:
 
         Time: the prompt, and the holders of what it shares with the tree; not the tree.
         """
-        blocks = np.zeros(len(self.instances), np.int32)
-        dram = np.zeros(len(self.instances), np.int32)
+        blocks = np.zeros(len(self.instances), np.int64)
+        dram = np.zeros(len(self.instances), np.int64)
         node: Node | None = self._roots.get(path.namespace)
         packed, block_bytes = path.packed, self._block_bytes
         start, end = 0, len(packed)
@@ -86,16 +86,12 @@ class PromptTree:
             node = node.children.get(packed[start : start + block_bytes])
             if node is None:
                 break
-            size = len(node.label)
-            shared = size // block_bytes
-            is_whole = packed.startswith(node.label, start)
-            if not is_whole:
-                shared = shared_blocks(node.label, packed, start, self.block_size)
+            shared = shared_blocks(node.label, packed, start, self.block_size)
             self._count(node, start // block_bytes, shared, blocks, dram)
             last = node
-            start += size
-            if not is_whole:
+            if shared * block_bytes < len(node.label):
                 break
+            start += len(node.label)
         blocks *= self.block_size
         dram *= self.block_size
         return Match(self._slots, blocks, dram, last)
@@ -110,8 +106,8 @@ class PromptTree:
         node: Node,
         above: int,
         shared: int,
-        blocks: npt.NDArray[np.int32],
-        dram: npt.NDArray[np.int32],
+        blocks: npt.NDArray[np.int64],
+        dram: npt.NDArray[np.int64],
     ) -> None:
         """Add what is held of the node's first `shared` blocks; `above` blocks are before it."""
         if len(node.holders) > _FEW:

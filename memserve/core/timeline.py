@@ -7,7 +7,7 @@ the latest requests; `status.py` passes the finished form on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -83,15 +83,29 @@ class Timeline:
         self.note(state, now, None, {"generated_tokens": self._generated_tokens, **reason})
 
     def snapshot(self) -> RequestTimeline:
-        """The timeline so far (later lines do not show in it)."""
+        """The timeline so far (later lines do not show in it); details rounded to 10⁻⁶."""
         return RequestTimeline(
             id=self.request_id,
             state=self._state,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             cached_tokens=self.cached_tokens,
-            steps=list(self._steps),
+            steps=[
+                msgspec.structs.replace(step, detail=_rounded(step.detail)) for step in self._steps
+            ],
         )
+
+
+def _rounded(value: Any) -> Any:
+    """A detail as it is shown. Done for the few that somebody reads, not for all that are noted."""
+    match value:
+        case float():
+            return round(value, 6)
+        case dict():
+            return {name: _rounded(part) for name, part in value.items()}
+        case list():
+            return [_rounded(part) for part in value]
+    return value
 
 
 class TimelineStore:

@@ -67,17 +67,17 @@ class Node:
         """Holdings with blocks in DRAM alone."""
         self.is_entered = False
         """Whether the heap of ends has an entry for this node."""
-        self._counts: npt.NDArray[np.int32] | None = None
+        self._counts: npt.NDArray[np.int64] | None = None
         self._counts_version = 0
 
     def changed(self) -> None:
         """To be called when what the holders hold has changed."""
         self._counts = None
 
-    def counts(self, num_slots: int, version: int) -> npt.NDArray[np.int32]:
+    def counts(self, num_slots: int, version: int) -> npt.NDArray[np.int64]:
         """[num_slots] held blocks; kept until the node changes or a life ends (`version`)."""
         if self._counts is None or self._counts_version != version:
-            counts = np.zeros(num_slots, np.int32)
+            counts = np.zeros(num_slots, np.int64)
             living = [holding for life, holding in self.holders.items() if not life.is_over]
             counts[[holding.life.slot for holding in living]] = [
                 holding.num_blocks for holding in living
@@ -104,8 +104,8 @@ class Match:
     def __init__(
         self,
         slots: Mapping[InstanceId, int],
-        cached_tokens: npt.NDArray[np.int32],
-        dram_tokens: npt.NDArray[np.int32],
+        cached_tokens: npt.NDArray[np.int64],
+        dram_tokens: npt.NDArray[np.int64],
         end: Node | None,
     ) -> None:
         self._slots = slots

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from memserve.core.cost_model import BUILT_IN, CostModel
-from memserve.core.loads import Loads, Share
+from memserve.core.loads import Counts, Loads, Share
 from memserve.core.policies import PolicyName, make_policy
 from memserve.core.policy import (
     Demand,
@@ -78,8 +78,8 @@ class Cluster:
             **{**fields, **changes},
         )
 
-    def _array(self, tokens: dict[str, int] | None) -> np.ndarray[Any, np.dtype[np.int32]]:
-        return np.array([(tokens or {}).get(i, 0) for i in self.loads.instances], np.int32)
+    def _array(self, tokens: dict[str, int] | None) -> Counts:
+        return np.array([(tokens or {}).get(i, 0) for i in self.loads.instances], np.int64)
 
     def place(self, *args: Any, **changes: Any) -> Placement:
         return self.policy.place(self.demand(*args, **changes), self.loads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,6 +47,7 @@ def test_one_walk_answers_for_all_instances() -> None:
     match = tree.match(path_of([1, 2, 3, 4, 5, 6, 7, 8]))
     assert match.as_dict() == {P0: 6, P1: 4}
     assert match.cached_tokens.tolist() == [6, 4, 0]
+    assert match.cached_tokens.dtype == np.int64, "times the size of KV, they are many bytes"
     assert (match.cached(D0), match.cached(InstanceId("P9"))) == (0, 0)
     assert tree.num_blocks == 4
     assert tree.match(path_of([1, 2, 3, 4], TENANT)).as_dict() == {}

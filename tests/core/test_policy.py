@@ -113,6 +113,13 @@ def test_a_busy_link_is_a_reason_to_compute() -> None:
     assert (placement.first, placement.fetch) == ("P1", None)
 
 
+def test_what_d_lacks_of_a_very_long_prompt_is_counted_in_full() -> None:
+    """More bytes than 32 bits can count."""
+    cluster = Cluster("P0", "D0", "D1", profile=slow_link(1e9))
+    assert cluster.cost.kv_bytes(100_000) > 2**31
+    assert cluster.chosen(num_tokens=100_000, cached={"D1": 90_000}) == ("P0", "D1")
+
+
 def test_idle_instances_compute_a_prefix_twice_and_busy_ones_queue_for_it() -> None:
     for others, chosen, followers in ((0, "P1", 0), (1, "P0", 1)):
         cluster = Cluster("P0", "P1", "P2", "D0")

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memserve.core.loads import Share
+from memserve.core.loads import Loads, Share
+from memserve.core.policies import make_policy
+from memserve.core.policy import Demand, Policy, Split
 from memserve.core.profile import LinkFit
 from memserve.errors import UnavailableError
 from memserve.types import InstanceId
@@ -132,6 +134,48 @@ class Naive:
         return seconds + cost.profile.links["shm"].seconds(float(size))
 
 
+# ── what is kept ──────────────────────────────────────────────────────────────────────────────
+
+STATES = ["start", "end", "is_open", "is_silent", "is_busy", "owed"]
+turns = st.tuples(st.sampled_from(NAMES), st.sampled_from(STATES), st.booleans())
+
+
+@settings(max_examples=100, derandomize=True, deadline=None, database=None)
+@given(changes=st.lists(st.lists(turns, max_size=3), min_size=2, max_size=8))
+def test_what_a_policy_keeps_between_requests_makes_no_difference(
+    changes: list[list[tuple[str, str, bool]]],
+) -> None:
+    cluster = Cluster(*NAMES, split=Split.AUTO)
+    for turn in changes:
+        for name, state, is_so in turn:
+            change_state(cluster, InstanceId(name), state, is_so)
+        cluster.loads.check_integrity()
+        demand = cluster.demand(cached={"P0": 512, "D0": 992})
+        assert decided(cluster.policy, demand, cluster.loads) == decided(
+            make_policy("cost", Split.AUTO, cluster.cost, "shm"), demand, cluster.loads
+        )
+
+
+def change_state(cluster: Cluster, instance: InstanceId, state: str, is_so: bool) -> None:
+    loads, slot = cluster.loads, cluster.loads.slots[instance]
+    if state == "start":
+        loads.start(instance)
+    elif state == "end":
+        loads.end(instance)
+    elif state == "owed":
+        loads.add_owed(instance, int(is_so) - int(loads.num_owed[slot]))
+    elif loads.is_ready[slot]:
+        getattr(loads, state)[slot] = is_so
+
+
+def decided(policy: Policy, demand: Demand, loads: Loads) -> object:
+    try:
+        placement = policy.place(demand, loads)
+    except UnavailableError as error:
+        return str(error)
+    return placement.first, placement.decode, placement.fetch, placement.reason
+
+
 # ── loads ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -157,7 +201,39 @@ def test_loads_add_up_whatever_comes_and_goes(
             assert cluster.loads.queued_tokens[slot] == sum(s.queued_tokens for s in shares)
             queue_s = cluster.loads.queue_s(float(now))[slot]
             assert queue_s <= sum(s.prefill_s for s in shares) + now + 1e-9
+            check_steps(cluster, slot, shares)
     for instance, share in there:
         cluster.loads.remove(instance, share, 99.0)
     assert not cluster.loads.queue_s(99.0).any() and not cluster.loads.num_requests.any()
     assert not cluster.loads.step_s.any()
+
+
+def check_steps(cluster: Cluster, slot: int, shares: list[Share]) -> None:
+    """What is reckoned as requests come and go is what the cost model says of those there."""
+    loads, count = cluster.loads, len(shares)
+    context_tokens = sum(share.context_tokens for share in shares)
+    before_s = cluster.cost.decode_step_s(count, context_tokens)
+    after_s = cluster.cost.decode_step_s(count + 1, context_tokens)
+    assert loads.step_s[slot] == before_s
+    assert loads.added_s[slot] == pytest.approx((count + 1) * after_s - count * before_s)
+    is_generating = any(not share.prefill_s for share in shares)
+    assert loads.decode_s[slot] == (before_s if is_generating else 0.0)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@given(
+    prompts=st.lists(st.floats(0.01, 2.0), max_size=4),
+    begun=st.floats(0.0, 9.0),
+    waits=st.floats(0.0, 9.0),
+)
+def test_a_queue_is_what_is_left_of_its_first_prompt_and_all_of_the_others(
+    prompts: list[float], begun: float, waits: float
+) -> None:
+    cluster = Cluster("P0")
+    for seconds in prompts:
+        cluster.loads.add(InstanceId("P0"), Share(100, seconds, 100), begun)
+    head_s = sum(prompts) / max(len(prompts), 1)
+    late_s = waits - (2 * head_s + 0.5)
+    left_s = max(head_s - waits, late_s, 0.0) if prompts else 0.0
+    expected_s = sum(prompts) - head_s + left_s
+    assert cluster.loads.queue_s(begun + waits)[0] == pytest.approx(expected_s, abs=1e-9)

@@ -51,6 +51,13 @@ def test_a_snapshot_does_not_grow() -> None:
     assert told.state == "running"
 
 
+def test_details_are_shown_to_the_microsecond() -> None:
+    timeline = Timeline(R, 1, 0.0)
+    timeline.note("placed", 0.0, P0, {"tokens": 7, "candidates": [{"queue_s": 0.12345678}]})
+    (step,) = timeline.snapshot().steps
+    assert step.detail == {"tokens": 7, "candidates": [{"queue_s": 0.123457}]}
+
+
 def test_the_store_forgets_the_oldest() -> None:
     store = TimelineStore(2)
     timelines = [Timeline(RequestId(f"r{i}"), i, 0.0) for i in range(3)]
