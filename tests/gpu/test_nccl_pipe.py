@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array as array_of
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ DEADLINE_S = 30.0
 class Pair:
     """Two GPUs' KV memory, and a communicator between them."""
 
-    def __init__(self, stack: ExitStack, shape: Geometry) -> None:
+    def __init__(self, stack: ExitStack, shape: Geometry, *, is_split: bool) -> None:
         if torch.cuda.device_count() < 2:
             pytest.skip("NCCL joins two GPUs, and there is one")
         self._stack = stack
@@ -36,17 +37,37 @@ class Pair:
             torch.randint(0, 256, (buffer_bytes(shape),), dtype=torch.uint8, device=device)
             for device in self.devices
         ]
-        self.before = [memory.clone() for memory in self.memories]
         fabric = NcclFabric()
         unique_id = fabric.new_id()
         self.communicators: list[NcclCommunicator] = []
         for rank, device in enumerate(self.devices):
             with torch.cuda.device(device):
                 self.communicators.append(fabric.join(unique_id, rank))
-        until(lambda: all(one.progress() for one in self.communicators), "both ranks")
+        until(self._are_there, "both ranks")
+        if is_split:
+            self._split(shape)
+        self.before = [memory.clone() for memory in self.memories]
+
+    def _are_there(self) -> bool:
+        return all(one.progress() for one in self.communicators)
+
+    def _split(self, shape: Geometry) -> None:
+        """As a link does: when something has passed through."""
+        pipes = self._open([BlockView.of(shape, memory) for memory in self.memories])
+        move(pipes, [[0], [0]], [1])
+        for pipe, communicator in zip(pipes, self.communicators, strict=True):
+            pipe.close()
+            communicator.split()
+        until(self._are_there, "both ranks, again")
 
     def pipes(self, views: list[BlockView], **options: int) -> list[CudaPipe]:
         """The sending and the receiving end."""
+        pipes = self._open(views, **options)
+        for pipe in pipes:
+            self._stack.callback(pipe.close)
+        return pipes
+
+    def _open(self, views: list[BlockView], **options: int) -> list[CudaPipe]:
         pipes = []
         for rank, view in enumerate(views):
             spec = PipeSpec(
@@ -58,18 +79,17 @@ class Pair:
             )
             device = self.devices[rank]
             with torch.cuda.device(device):
-                pipe = CudaPipe(library_for(device), device, self.communicators[rank], spec)
-            self._stack.callback(pipe.close)
-            pipes.append(pipe)
+                library = library_for(device)
+                pipes.append(CudaPipe(library, device, self.communicators[rank], spec))
         return pipes
 
 
-@pytest.fixture
-def make_pair() -> Iterator[Callable[[Geometry], Pair]]:
+@pytest.fixture(params=["joined", "split"])
+def make_pair(request: pytest.FixtureRequest) -> Iterator[Callable[[Geometry], Pair]]:
     with ExitStack() as pipes, ExitStack() as communicators:
 
         def make(shape: Geometry) -> Pair:
-            pair = Pair(pipes, shape)
+            pair = Pair(pipes, shape, is_split=request.param == "split")
             for one in pair.communicators:
                 communicators.callback(one.abort)
             return pair
@@ -191,3 +211,49 @@ def test_a_pipe_can_be_closed_while_the_other_end_never_comes(
     end = pipes[1].put(array(list(range(60))), [60])  # nobody sends
     until(lambda: pipes[1].run().launched >= end, "the receive should be posted")
     assert pipes[1].run(end).finished < end
+
+
+def test_a_transfer_that_was_begun_goes_on_in_another_thread(
+    make_pair: Callable[[Geometry], Pair],
+) -> None:
+    shape = geometry(num_blocks=NUM_BLOCKS)
+    pair = make_pair(shape)
+    views = [BlockView.of(shape, memory) for memory in pair.memories]
+    sender, receiver = pipes = pair.pipes(views)
+    sources, targets = draw(20, seed=2)
+    ends = [
+        pipe.put(array(ids), cut(20, 3))
+        for pipe, ids in zip(pipes, (sources, targets), strict=True)
+    ]
+
+    def begin() -> None:
+        with torch.cuda.device(pair.devices[0]):
+            sender.begin()
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive(), "nothing in there waits for the receiver"
+
+    def is_through() -> bool:
+        sender.run()
+        return receiver.run().finished >= ends[1]
+
+    until(is_through, "the transfer")
+    sent, arrived = (
+        view.layer(1)[ids].cpu() for view, ids in zip(views, (sources, targets), strict=True)
+    )
+    assert torch.equal(sent, arrived)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_splits_alone_can_be_given_up(rank: int) -> None:
+    with ExitStack() as stack:
+        pair = Pair(stack, geometry(num_blocks=NUM_BLOCKS), is_split=False)
+        pair.communicators[rank].split()
+        assert not pair.communicators[rank].progress()
+        for one in pair.communicators:
+            thread = threading.Thread(target=one.abort)
+            thread.start()
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
