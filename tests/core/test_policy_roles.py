@@ -202,11 +202,13 @@ def test_the_cost_policy_explains_a_fetch_in_seconds() -> None:
 def test_a_reason_is_that_of_the_moment_of_the_decision() -> None:
     cluster = Cluster("P0", "P1", "D0")
     cluster.queue("P0", 100, count=4)
-    cluster.loads.fetch_times.observe(0, 1e-3, 2e-3, 0.0)
+    for _ in range(5):
+        cluster.loads.fetch_times.observe(0, 1e-3, 2e-3, 0.0)
     asked_at_once, asked_later = (cluster.place(cached={"P0": 992}) for _ in range(2))
     reason = asked_at_once.reason
     assert "fetch_late_s" in terms(asked_at_once, "P1")
-    cluster.loads.fetch_times.observe(0, 1e-3, 9e-3, 0.0)
+    for _ in range(5):
+        cluster.loads.fetch_times.observe(0, 1e-3, 9e-3, 0.0)
     cluster.queue("P1", 500, count=3)
     cluster.run("D0", 900, count=3)
     cluster.close("P1")
