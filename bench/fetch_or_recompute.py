@@ -21,7 +21,7 @@ chosen way's time is above that of the better. A case is right, and loses, as mo
 The profile should be calibrated; `--profile` takes one, else the one in force is used.
 
 `--replay RESULT` measures nothing: of the cases of an earlier run it tells what the policy of today
-chooses, by `--profile` and what that run's prefills teach (`_fetch_replay.py`).
+chooses, by `--profile` and what that run's requests teach, in order (`_fetch_replay.py`).
 """
 
 from __future__ import annotations
@@ -243,16 +243,11 @@ def _replay(args: argparse.Namespace) -> None:
     cases = msgspec.convert(earlier["raw"], list[Case])
     link = "ipc" if earlier["settings"]["device"] == "cuda" else "shm"
     replay = Replay(profile, link, earlier["settings"]["block_size"])
-    replay.learn(
-        (case.prompt, case.own, case.samples[number].seconds)
-        for number in range(max(len(case.samples) for case in cases))
-        for case in cases
-        if number < len(case.samples) and case.samples[number].way == "recompute"
-    )
-    for case in cases:
-        choice = replay.choice(case.prompt, case.held, case.own, case.busy, case.elapsed)
-        for sample in case.samples:
-            sample.own_choice = choice
+    for number in range(max(len(case.samples) for case in cases)):
+        for case in cases:
+            if number < len(case.samples):
+                sample = case.samples[number]
+                sample.own_choice = replay.request(case, sample.way, sample.seconds)
     settings = {**earlier["settings"], "replay": args.replay.name, "measured": earlier["commit"]}
     _publish(cases, settings, args.out)
 

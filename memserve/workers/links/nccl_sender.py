@@ -102,8 +102,10 @@ class Sender(LinkThread):
         """
         with self._talking:
             if self._is_resting and self._machinery.gate.enter():
-                self._begin(job)
-                self._machinery.gate.leave()
+                try:
+                    self._begin(job)
+                finally:
+                    self._machinery.gate.leave()
             else:
                 self._inbox.append(job)
         self._wake.set()

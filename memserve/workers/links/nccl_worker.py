@@ -15,8 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import msgspec
 
@@ -149,20 +148,14 @@ class LinkThread(ABC):
                 raise TransferError(f"{what}: not open after {self._settings.open_s:g} s")
             time.sleep(_POLL_S)
 
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """Calls of CUDA while something is on its way. Raises: ClosingError, TransferError."""
-        gate = self._machinery.gate
+    def _enter_gate(self) -> None:
+        """Of calls to CUDA; leave it after them. Raises: ClosingError, TransferError."""
         give_up_at = self._clock() + self._settings.stall_s
-        while not gate.enter():
+        while not self._machinery.gate.enter():
             self._check()
             if self._clock() > give_up_at:
                 raise TransferError("another communicator cannot be given up")
             time.sleep(_POLL_S)
-        try:
-            yield
-        finally:
-            gate.leave()
 
     # ── the passage ───────────────────────────────────────────────────────────────────────────
 
@@ -235,8 +228,11 @@ class LinkThread(ABC):
     def _run_pipe(self, pipe: Pipe, finished: int = 0, watch: int = -1) -> None:
         """Let it go on. Raises: TransferError, also if nothing has moved in time."""
         before = self._counts
-        with self._calling():
+        self._enter_gate()
+        try:
             self._counts = pipe.run(finished, watch)
+        finally:
+            self._machinery.gate.leave()
         if self._counts != before:
             self._progress_at = self._clock()
         if self._clock() > self._progress_at + self._settings.stall_s:
