@@ -1,6 +1,7 @@
 """The sending end of one direction: the thread behind an `NcclLink`.
 
     send ─▶ inbox ─Announce, chunks─▶ pending ─Done─▶ completed
+      └── the thread rests ─────────────▶┘
                                          └ the peer is gone, NCCL fails, nothing moves:
                                            abort, wait for the peer's end, all fail
 
@@ -73,7 +74,8 @@ class Sender(LinkThread):
         self._problem = "the link was closed"
         self._outcome = threading.Event()
         self._talking = threading.Lock()
-        """For what both threads do: announce, listen, begin, and keep `_pending`."""
+        """For what both threads do: announce, listen, and keep jobs. While the thread rests, who holds
+        it may use the pipe."""
         self._thread_waits = False
         """For the lock: a thread that polls without a pause would take it again and again."""
         self._is_working = False

@@ -8,8 +8,9 @@
                                                  ◀──  Done: so many bytes are in these blocks
 
 NCCL names the other rank alone, not what is meant for where. So the order of a communicator is the
-order of the announcements, and both are one thread's matter at each end. The receiver's closing of
-its end is its word that it writes no block any more; the kernel gives it for one that dies.
+order of the announcements: whoever announces a transfer queues it before anybody announces another.
+The receiver's closing of its end is its word that it writes no block any more; the kernel gives it
+for one that dies.
 
 A frame's body (`frames.py`) is msgpack. Collaborators: `nccl_sender.py`, `nccl_receiver.py`.
 """

@@ -1,11 +1,13 @@
 """The thread of one direction of an NCCL link: what its two ends have in common.
 
-A thread owns its socket, its communicator and its pipe. It waits for nothing that cannot be
-given up: each wait watches the socket and a deadline, so that a dead or stuck peer ends in an error
-here, and `close` ends it from outside. When it ends, the communicator has been aborted and the
-streams have run dry: only then may anybody think that it touches no memory.
+A thread owns its socket, its communicator and its pipe (the engine's may begin a transfer while it
+rests: `nccl_sender.py`). It waits for nothing that cannot be given up: each wait watches the socket
+and a deadline, so that a dead or stuck peer ends in an error here, and `close` ends it from
+outside. When it ends, the communicator has been aborted and the streams have run dry: only then may
+anybody think that it touches no memory.
 
-Collaborators: `nccl_sender.py` and `nccl_receiver.py` are the two ends.
+Collaborators: `nccl_sender.py` and `nccl_receiver.py` are the two ends; `nccl_gate.py` keeps the
+threads of a process out of each other's way.
 """
 
 from __future__ import annotations
