@@ -74,8 +74,8 @@ class Sender(LinkThread):
         self._problem = "the link was closed"
         self._outcome = threading.Event()
         self._talking = threading.Lock()
-        """For what both threads do: announce, listen, and keep jobs. While the thread rests, whoever
-        holds it may use the pipe."""
+        """For what both threads do: announce, listen, and keep jobs. Whoever holds it while the
+        thread rests may use the pipe."""
         self._thread_waits = False
         """For the lock: a thread that polls without a pause would take it again and again."""
         self._is_working = False
