@@ -68,8 +68,8 @@ class Replay:
         self._now = now + seconds
         if way == "recompute":
             self._cost.observe(case.prompt, case.own, seconds)
-        elif placement.fetch is not None and placement.fetch.predicted_s is not None:
+        elif placement.fetch is not None and placement.fetch.known_s is not None:
             fetch_s = seconds - self._cost.exec_s(case.prompt, case.held)  # the time to its token
             source = loads.slots[SOURCE]
-            self._fetch_times.observe(source, placement.fetch.predicted_s, fetch_s, self._now)
+            self._fetch_times.observe(source, placement.fetch.known_s, fetch_s, self._now)
         return "recompute" if placement.fetch is None else "fetch"

@@ -202,15 +202,15 @@ class Members:
             cost.observe(num_tokens, cached_tokens, now - since)
 
     def observe_fetch(
-        self, lifecycle: RequestLifecycle, predicted_s: float | None, seconds: float, now: float
+        self, lifecycle: RequestLifecycle, known_s: float | None, seconds: float, now: float
     ) -> None:
         """A fetch has ended, or was given up, after so long (if the request goes on by it)."""
         plan = lifecycle.plan
-        if lifecycle.phase is not Phase.PREFILL or predicted_s is None:
+        if lifecycle.phase is not Phase.PREFILL or known_s is None:
             return
         if plan is not None and plan.fetch is not None:
             source = self.loads.slots[plan.fetch.source.instance]
-            self.loads.fetch_times.observe(source, predicted_s, seconds, now)
+            self.loads.fetch_times.observe(source, known_s, seconds, now)
 
     def check_integrity(self, lifecycles: Mapping[RequestId, RequestLifecycle]) -> None:
         """Raises: AssertionError if the loads are not those of these requests, at their phases."""

@@ -23,8 +23,8 @@ class Active(msgspec.Struct):
     """Prompt tokens that its first instance has to compute, as far as the tree knows."""
     prefill_s: float = 0.0
     """How long it takes for that, by the cost model."""
-    fetch_s: float | None = None
-    """How long it was to wait for what is fetched, if it is and if the policy could tell."""
+    fetch_known_s: float | None = None
+    """What is fetched should take so long, by what is known, if the policy could tell."""
     placed_at: float = 0.0
     patient_until: float | None = None
     """Until when it waits for the better place; None: it does not."""

@@ -114,7 +114,7 @@ class Placer:
         active.patient_until = None
         active.missing_tokens = demand.num_tokens - placement.cached_tokens
         active.prefill_s = prefill_s
-        active.fetch_s = placement.fetch.predicted_s if placement.fetch is not None else None
+        active.fetch_known_s = placement.fetch.known_s if placement.fetch is not None else None
         active.placed_at = now
         active.timeline.note("placed", now, placement.first, placement.reason)
         plan = self._plan(placement, demand.expected_tokens, now)

@@ -386,7 +386,7 @@ class GlobalScheduler:
         actions = active.lifecycle.step(event)
         if was_fetching and isinstance(event, Sent | Expired):
             now, since = self._clock(), active.placed_at
-            self._members.observe_fetch(active.lifecycle, active.fetch_s, now - since, now)
+            self._members.observe_fetch(active.lifecycle, active.fetch_known_s, now - since, now)
         if not was_placed and active.lifecycle.is_client_done:
             self._queue.remove(active.lifecycle.spec.id)
         self._carry_out(active, actions)

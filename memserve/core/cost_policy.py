@@ -75,7 +75,9 @@ class _Fetch(msgspec.Struct, frozen=True):
     num_tokens: int
     """That will be there."""
     late_s: float
-    """Of the seconds: what fetches from there were late lately."""
+    """What fetches from there were late lately."""
+    known_s: Seconds
+    """The sum of the other terms."""
     seconds: Seconds
     exec_s: Seconds
     """Of the rest of the prompt."""
@@ -248,24 +250,22 @@ class CostPolicy:
             before_s += firsts.swap_s.item(source) + step_s
         if not self._is_in_turn:
             before_s += step_s
-        fetch_s = link_s + steps.rest_s + before_s
+        known_s = link_s + steps.rest_s + before_s
         if self._is_in_turn and step_s:
-            fetch_s = fetch_s + size_bytes // COPIED_PORTION_BYTES * step_s
+            known_s = known_s + size_bytes // COPIED_PORTION_BYTES * step_s
         if firsts.swap_s is not None:  # both bring theirs first, between two steps
-            fetch_s = fetch_s + firsts.swap_s
-        counted_s = fetch_s
+            known_s = known_s + firsts.swap_s
+        fetch_s = known_s
         if late_s := loads.fetch_times.late_s(source, demand.now):
-            fetch_s = np.maximum(fetch_s + late_s, link_s)
-            # Not above: `late_s` is learnt from `fetch_s`, and would sink for ever.
-            counted_s = np.maximum(fetch_s, link_s + round_s)
+            fetch_s = np.maximum(known_s + late_s, link_s + round_s)
         exec_s = loads.each_s(lambda cost: cost.exec_s(demand.num_tokens, num_tokens))
-        total_s = np.maximum(firsts.queue_s, counted_s) + exec_s * firsts.num_waiting
+        total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s * firsts.num_waiting
         pays = (missing > 0) & (total_s < firsts.total_s)
         if not np.count_nonzero(pays):
             return
         np.copyto(firsts.total_s, total_s, where=pays)
         firsts.is_fetched |= pays
-        firsts.fetches.append(_Fetch(source, num_tokens, late_s, fetch_s, exec_s, pays))
+        firsts.fetches.append(_Fetch(source, num_tokens, late_s, known_s, fetch_s, exec_s, pays))
 
     # ── generating ────────────────────────────────────────────────────────────────────────────
 
@@ -300,7 +300,9 @@ class CostPolicy:
         if (fetch := firsts.fetch_of(first)) is not None:
             cached_tokens = fetch.num_tokens
             source = loads.instances[fetch.source]
-            choice = FetchChoice(source, cached_tokens, float(fetch.seconds[first]))
+            choice = FetchChoice(
+                source, cached_tokens, fetch.seconds.item(first), fetch.known_s.item(first)
+            )
         return Placement(
             first=loads.instances[first],
             decode=None if decode is None else loads.instances[decode],

@@ -1,7 +1,7 @@
-"""What fetches from each source really take, against what was predicted: learnt as they go.
+"""What fetches from each source take beyond what is known of them: learnt as they go.
 
 Pure arithmetic. `scheduler.py` tells every fetch that has ended, or was given up; `cost_policy.py`
-adds `late_s` to its next prediction. The terms that it predicts (round trips, the rest of both
+adds `late_s` to its next prediction. The terms that it knows (round trips, the rest of both
 engines' steps, the link) are the same for all pairs of instances; what they leave out (a source on
 a slower core, an engine between two steps for longer) shows here, and is added as a constant: the
 median of the last few, for some meet a step that nobody could foresee, and say nothing of the next.
@@ -9,7 +9,6 @@ median of the last few, for some meet a step that nobody could foresee, and say 
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 
 _REMEMBERED = 9
@@ -31,9 +30,9 @@ class FetchTimes:
         """
         return self._sources[source].late_s(now)
 
-    def observe(self, source: int, predicted_s: float, actual_s: float, now: float) -> None:
-        """Mutates: a fetch took so long; `predicted_s` had `late_s` in it."""
-        self._sources[source].observe(actual_s - predicted_s, now)
+    def observe(self, source: int, known_s: float, actual_s: float, now: float) -> None:
+        """Mutates: a fetch took so long; `known_s` is the sum of its terms, without `late_s`."""
+        self._sources[source].observe(actual_s - known_s, now)
 
     def forget(self, source: int) -> None:
         """Another life begins."""
@@ -42,21 +41,20 @@ class FetchTimes:
 
 class _Source:
     def __init__(self) -> None:
-        self._last_s = deque([0.0] * _REMEMBERED)
+        self._last_s = deque([0.0] * _REMEMBERED, _REMEMBERED)
         """How late the last were, the oldest first."""
-        self._sorted_s = list(self._last_s)
+        self._median_s = 0.0
         self._observed_at = 0.0
 
     def late_s(self, now: float) -> float:
-        median_s = self._sorted_s[_REMEMBERED // 2]
-        if not median_s:
+        if not self._median_s:
             return 0.0
         age_s = max(now - self._observed_at, 0.0)
-        return float(median_s * 0.5 ** (age_s / _HALF_LIFE_S))
+        return float(self._median_s * 0.5 ** (age_s / _HALF_LIFE_S))
 
-    def observe(self, surprise_s: float, now: float) -> None:
-        late_s = surprise_s + self.late_s(now)
-        self._sorted_s.remove(self._last_s.popleft())
+    def observe(self, late_s: float, now: float) -> None:
+        if now > self._observed_at + _HALF_LIFE_S:  # else one that was on time would bring it back
+            self._last_s.extend([self.late_s(now)] * _REMEMBERED)
         self._last_s.append(late_s)
-        insort(self._sorted_s, late_s)
+        self._median_s = sorted(self._last_s)[_REMEMBERED // 2]
         self._observed_at = now

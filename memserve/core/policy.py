@@ -146,6 +146,8 @@ class FetchChoice(msgspec.Struct, frozen=True):
     num_tokens: int
     predicted_s: float | None = None
     """Until it has come, if the policy can tell."""
+    known_s: float | None = None
+    """The same by its known terms alone (`fetch_times.py`)."""
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -69,6 +69,23 @@ def test_a_transfer_is_begun_by_the_caller_if_the_thread_rests(
     assert d.blocks(4, 5, 6) == p.blocks(1, 2, 3)
 
 
+def test_what_the_gate_has_turned_away_is_not_overtaken(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = make_end("P0", seed=1), make_end("D0")
+    link = p.endpoint.open(d.peer())
+    until(lambda: link._sender._is_resting, "the thread should rest")
+    with monkeypatch.context() as patch:
+        patch.setattr(Wake, "set", lambda wake: None)  # it is slow to wake up
+        with p.endpoint.machinery.gate.closed():
+            link.send(T1, ids(1), ids(4))
+        assert link._sender._is_resting
+        link.send(T2, ids(2), ids(5))
+    link.send(T3, ids(3), ids(6))
+    done = completions(link, 3)
+    assert [(c.transfer_id, c.error) for c in done] == [(T1, None), (T2, None), (T3, None)]
+
+
 def test_what_was_begun_on_a_way_that_breaks_fails_once(
     make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -272,11 +272,11 @@ def test_fetches_that_were_late_count_until_that_is_long_ago() -> None:
     cluster = Cluster("P0", "P1", "D0")
     cluster.close("P0")
     before = cluster.place(cached={"P0": 992}).fetch
-    assert before is not None and before.predicted_s is not None
+    assert before is not None and before.known_s is not None
     for _ in range(5):
-        cluster.loads.fetch_times.observe(0, before.predicted_s, before.predicted_s + 0.001, 0.0)
+        cluster.loads.fetch_times.observe(0, before.known_s, before.known_s + 0.001, 0.0)
     after = cluster.place(cached={"P0": 992}).fetch
-    assert after is not None and after.predicted_s == pytest.approx(before.predicted_s + 0.001)
+    assert after is not None and after.predicted_s == pytest.approx(before.known_s + 0.001)
     late_s = terms(cluster.place(cached={"P0": 992}), "P1")["fetch_late_s"]
     assert late_s == pytest.approx(0.001)
     for number in range(200):
@@ -305,11 +305,14 @@ def test_what_is_learnt_of_early_fetches_settles() -> None:
     """However many come sooner than messages and link should allow."""
     cluster = Cluster("P0", "P1", "D0")
     cluster.close("P0")
+    late_s = []
     for _ in range(200):
         fetch = cluster.place(cached={"P0": 992}).fetch
-        assert fetch is not None and fetch.predicted_s is not None
-        cluster.loads.fetch_times.observe(0, fetch.predicted_s, 0.004, 0.0)
-    assert fetch.predicted_s == pytest.approx(0.004)
+        assert fetch is not None and fetch.known_s is not None
+        cluster.loads.fetch_times.observe(0, fetch.known_s, 0.004, 0.0)
+        late_s.append(cluster.loads.fetch_times.late_s(0, 0.0))
+    assert fetch.known_s + late_s[9] == pytest.approx(0.004)
+    assert late_s[-1] == pytest.approx(late_s[9])
 
 
 def test_the_last_step_of_a_prompt_is_waited_for_to_its_end() -> None:

@@ -103,7 +103,8 @@ class Sender(LinkThread):
         than to launch a piece.
         """
         with self._talking:
-            if self._is_resting and self._machinery.gate.enter():
+            is_next = self._is_resting and not self._inbox  # the gate may have turned some away
+            if is_next and self._machinery.gate.enter():
                 try:
                     self._begin(job)
                 finally:
