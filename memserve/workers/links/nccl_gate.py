@@ -10,9 +10,12 @@ Collaborators: `nccl_worker.py` has one for all threads of a rank.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
 
 _LEAVE_S = 1.0
 """A call ends within a millisecond, unless the engine's own calls hold it up: then to give up is
@@ -45,7 +48,8 @@ class CallGate:
         """Nobody enters in here, and those inside have left. Several threads may be in here."""
         with self._changed:
             self._num_ending += 1
-            self._changed.wait_for(lambda: not self._num_inside, _LEAVE_S)
+            if not self._changed.wait_for(lambda: not self._num_inside, _LEAVE_S):
+                logger.warning("a link's call to CUDA has not ended in %g s", _LEAVE_S)
         try:
             yield
         finally:

@@ -188,7 +188,8 @@ class LinkThread(ABC):
 
         self._progress_at = self._clock()
         self._until(has_passed, "connecting the GPUs")
-        self._close_pipe()
+        with self._machinery.gate.closed():  # a pipe frees memory too
+            self._close_pipe()
 
     def _make_pipe(self, communicator: Communicator, spec: PipeSpec) -> Pipe:
         """Raises: TransferError."""
@@ -207,11 +208,10 @@ class LinkThread(ABC):
                 logger.error("a pipe has ended badly: %s", error)
 
     def _close_pipe(self) -> None:
-        """If there is one. Raises: TransferError; it is gone in any case."""
+        """If there is one; the gate is closed. Raises: TransferError; it is gone in any case."""
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
-            with self._machinery.gate.closed():
-                pipe.close()
+            pipe.close()
 
     def _put(self, pipe: Pipe, ids: array[int], schedule: Schedule) -> int:
         """Queue all chunks of a transfer; returns how many launches have finished when it is
