@@ -23,6 +23,12 @@ def make_end() -> Iterator[EndMaker]:
         yield ends
 
 
+def rested(link: NcclLink) -> NcclLink:
+    """When its thread rests."""
+    until(lambda: link._sender._is_resting, "the thread should rest")
+    return link
+
+
 class _Barrier:
     """Holds a link's thread up before it queues its next job, and tells when it has."""
 
@@ -49,8 +55,7 @@ def test_a_transfer_is_begun_by_the_caller_if_the_thread_rests(
 ) -> None:
     """And those behind it are launched in their order, whoever does it."""
     p, d = make_end("P0", seed=1), make_end("D0")
-    link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_resting, "the thread should rest")
+    link = rested(p.endpoint.open(d.peer()))
     barrier = _Barrier(link, monkeypatch)
     link.send(T1, ids(1), ids(4))
     until(lambda: d.blocks(4) == p.blocks(1), "it should arrive, though the thread is held up")
@@ -73,8 +78,7 @@ def test_what_the_gate_has_turned_away_is_not_overtaken(
     make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = make_end("P0", seed=1), make_end("D0")
-    link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_resting, "the thread should rest")
+    link = rested(p.endpoint.open(d.peer()))
     with monkeypatch.context() as patch:
         patch.setattr(Wake, "set", lambda wake: None)  # it is slow to wake up
         with p.endpoint.machinery.gate.closed():
@@ -90,8 +94,7 @@ def test_what_was_begun_on_a_way_that_breaks_fails_once(
     make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = make_end("P0", seed=1), make_end("D0")
-    link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_resting, "the thread should rest")
+    link = rested(p.endpoint.open(d.peer()))
     barrier = _Barrier(link, monkeypatch)
     p.fake.is_held = True
     link.send(T1, ids(1), ids(4))
@@ -108,8 +111,7 @@ def test_what_the_caller_cannot_begin_fails_once_and_the_next_gets_a_new_communi
     make_end: EndMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = make_end("P0", seed=1), make_end("D0")
-    link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_resting, "the thread should rest")
+    link = rested(p.endpoint.open(d.peer()))
 
     def fail(pipe: FakePipe) -> None:
         raise TransferError("no launch")
@@ -128,8 +130,7 @@ def test_a_pipe_that_has_failed_is_not_run_again(
 ) -> None:
     """What the caller met with is known: nothing more may be launched on that communicator."""
     p, d = make_end("P0", seed=1), make_end("D0")
-    link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_resting, "the thread should rest")
+    link = rested(p.endpoint.open(d.peer()))
     run, failed, again = FakePipe.run, [], []
 
     def fail(pipe: FakePipe) -> None:
@@ -155,8 +156,7 @@ def test_the_failure_that_is_told_is_the_first(
 ) -> None:
     """Not what the thread meets with when it goes on with a communicator known to be bad."""
     p, d = make_end("P0", seed=1), make_end("D0")
-    link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_resting, "the thread should rest")
+    link = rested(p.endpoint.open(d.peer()))
 
     def fail(pipe: FakePipe, *ignored: int) -> None:
         raise TransferError("no launch")
@@ -213,8 +213,7 @@ def test_a_way_that_has_rested_for_long_and_launches_late_is_not_given_up(
     """The time begins with the transfer, not with its first launch."""
     clock = FakeClock()
     p, d = make_end("P0", seed=1, clock=clock), make_end("D0")
-    link = p.endpoint.open(d.peer())
-    until(lambda: link._sender._is_resting, "the thread should rest")
+    link = rested(p.endpoint.open(d.peer()))
     clock.now_s += 10 * SETTINGS.stall_s
     run, left = FakePipe.run, 3
 
