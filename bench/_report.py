@@ -46,6 +46,18 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def settings_of(options: argparse.Namespace, *but: str) -> dict[str, Any]:
+    """What a run was asked for, but not `out` and those named.
+
+    Files and the model go by their last name: a path says nothing on another machine.
+    """
+    named = {k: v for k, v in vars(options).items() if k not in ("out", *but)}
+    found = {k: v.name if isinstance(v, Path) else v for k, v in named.items()}
+    if "model" in found:
+        found["model"] = Path(found["model"] or "").name or "bundled"
+    return found
+
+
 def publish(
     name: str,
     *,

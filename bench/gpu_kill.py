@@ -30,7 +30,7 @@ from typing import Any
 
 from bench._cluster import Answer, Cluster, FaultError, require
 from bench._cuda_processes import faults as cuda_faults
-from bench._report import Scalar, parser, publish
+from bench._report import Scalar, parser, publish, settings_of
 from memserve.engine_args import count_gpus
 
 MODEL = "bench"
@@ -187,8 +187,7 @@ def main() -> int:
     if victims := [phase for phase in phases if phase != "link"]:
         _attempt("cluster", faults, lambda: _clusters(options, victims, metrics, raw, faults))
     raw["faults"] = faults
-    settings = {k: str(v) for k, v in vars(options).items() if k != "out"}
-    settings["model"] = options.model.rstrip("/").rpartition("/")[2]
+    settings = settings_of(options)
     publish("gpu_kill", settings=settings, metrics=metrics, raw=raw, out=options.out)
     for fault in faults:
         print(f"FAULT {fault}", flush=True)

@@ -44,7 +44,7 @@ import msgspec
 import psutil
 
 from bench._cluster import Cluster, require, tail
-from bench._report import Scalar, parser, publish
+from bench._report import Scalar, parser, publish, settings_of
 from bench._serve import turn
 from memserve.engine_args import count_gpus, visible_gpus
 from memserve.models import resolve_model
@@ -381,10 +381,10 @@ def _publish(
     options: argparse.Namespace, model: str, bursts: list[Burst], fault: str | None
 ) -> None:
     metrics, rows = summary(bursts)
-    settings = {k: str(v) for k, v in vars(options).items() if k != "out"}
     publish(
         "gpu_vs_vllm",
-        settings=settings | {"model": Path(model).name, "engine": engine_arguments(options)},
+        settings=settings_of(options)
+        | {"model": Path(model).name, "engine": engine_arguments(options)},
         metrics=metrics,
         raw={"bursts": [_finite(msgspec.to_builtins(b)) for b in bursts], "fault": fault},
         rows=rows,

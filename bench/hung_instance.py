@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from bench._report import parser, publish
+from bench._report import parser, publish, settings_of
 from bench._serve import get, serving
 
 MODEL = "bench"
@@ -165,7 +165,7 @@ def main() -> None:
     jcts = sorted(call.jct_s for call in calls if call.jct_s is not None)
     publish(
         "hung_instance",
-        settings={key: value for key, value in vars(args).items() if key != "out"},
+        settings=settings_of(args),
         metrics={
             "ttft_p50_s": round(ttfts[len(ttfts) // 2], 3),
             "ttft_max_s": round(ttfts[-1], 3),

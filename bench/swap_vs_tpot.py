@@ -25,13 +25,12 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from bench._instance import Hub, serve, shape_of
-from bench._report import Scalar, parser, publish
+from bench._report import Scalar, parser, publish, settings_of
 from memserve.messages import (
     AnyEvent,
     Audited,
@@ -415,11 +414,7 @@ def main() -> None:
     metrics, rows = summary(script.phases, script.plain)
     publish(
         "swap_vs_tpot",
-        settings={
-            **{k: v for k, v in vars(options).items() if k != "out"},
-            "model": Path(options.model).name or "bundled",
-            "sizes": msgspec.to_builtins(sizes),
-        },
+        settings=settings_of(options) | {"sizes": msgspec.to_builtins(sizes)},
         metrics=metrics,
         raw={
             "phases": [msgspec.to_builtins(phase) for phase in script.phases],

@@ -42,7 +42,7 @@ from typing import Any
 import msgspec
 
 from bench._instance import Hub, serve, shape_of
-from bench._report import Scalar, parser, publish
+from bench._report import Scalar, parser, publish, settings_of
 from bench.gpu_tp import pad_heads
 from memserve.messages import (
     AnyEvent,
@@ -453,7 +453,7 @@ def main() -> None:
     if unknown := [load for load in loads if not options.dataset and load not in SHAPES]:
         raise SystemExit(f"--load: {unknown[0]!r}; allowed: {', '.join(SHAPES)}")
     metrics: dict[str, Scalar] = {}
-    settings: dict[str, Any] = {k: str(v) for k, v in vars(options).items() if k != "child"}
+    settings = settings_of(options, "child")
     raw: dict[str, Any] = {}
     for load in loads:
         sizes, answers = measure(load, options)

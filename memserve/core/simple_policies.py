@@ -34,7 +34,7 @@ class RankingPolicy:
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
         can = eligible(loads, self.splitting, may_wait=demand.may_wait)
-        firsts = _places(can.whole | can.prefill)
+        firsts = _places(can.computing)
         first = min(firsts, key=lambda slot: (*self.first_rank(slot, demand, loads), slot))
         considered, decode = firsts, None
         if can.prefill[first]:

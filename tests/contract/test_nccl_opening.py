@@ -63,35 +63,26 @@ def test_a_receiver_that_cannot_join_is_told_by_name(make_end: EndMaker) -> None
 
 
 @pytest.mark.parametrize("who", ["P0", "D0"])
-def test_a_peer_that_never_splits_its_communicator_is_not_waited_for(
-    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch, who: str
+@pytest.mark.parametrize("where", ["connecting", "splitting"])
+def test_a_peer_that_gets_stuck_in_an_opening_is_not_waited_for(
+    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch, where: str, who: str
 ) -> None:
     soon = msgspec.structs.replace(SETTINGS, open_s=1.0)
     p, d = make_end("P0", settings=soon), make_end("D0", settings=soon)
-    stuck = {"P0": p, "D0": d}[who].fake
-    split = FakeCommunicator.split
+    stuck = {"P0": p, "D0": d}[who]
+    run, split = FakePipe.run, FakeCommunicator.split
 
-    def get_stuck(communicator: FakeCommunicator) -> None:
-        if communicator._fabric is not stuck:
+    def run_others(pipe: FakePipe, finished: int = 0, watch: int = -1) -> Counts:
+        return pipe._counts if pipe._gpu is stuck.gpu else run(pipe, finished, watch)
+
+    def split_others(communicator: FakeCommunicator) -> None:
+        if communicator._fabric is not stuck.fake:
             split(communicator)
 
-    monkeypatch.setattr(FakeCommunicator, "split", get_stuck)
-    with pytest.raises(TransferError, match="not open after 1 s"):
-        p.endpoint.open(d.peer())
-
-
-@pytest.mark.parametrize("who", ["P0", "D0"])
-def test_a_peer_that_gets_stuck_while_the_gpus_are_connected_is_not_waited_for(
-    make_end: EndMaker, monkeypatch: pytest.MonkeyPatch, who: str
-) -> None:
-    soon = msgspec.structs.replace(SETTINGS, open_s=1.0)
-    p, d = make_end("P0", settings=soon), make_end("D0", settings=soon)
-    stuck, run = {"P0": p, "D0": d}[who].gpu, FakePipe.run
-
-    def get_stuck(pipe: FakePipe, finished: int = 0, watch: int = -1) -> Counts:
-        return pipe._counts if pipe._gpu is stuck else run(pipe, finished, watch)
-
-    monkeypatch.setattr(FakePipe, "run", get_stuck)
+    if where == "connecting":
+        monkeypatch.setattr(FakePipe, "run", run_others)
+    else:
+        monkeypatch.setattr(FakeCommunicator, "split", split_others)
     with pytest.raises(TransferError, match="not open after 1 s"):
         p.endpoint.open(d.peer())
     until(lambda: d.fake.num_aborted == 1, "the receiver should have given up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from bench import _report
-from bench._report import commit, hardware, parser, publish
+from bench._report import commit, hardware, parser, publish, settings_of
 
 
 @pytest.fixture
@@ -131,3 +132,17 @@ def test_commit_says_whether_files_differ(tmp_path: Path) -> None:
     assert commit(tmp_path) == head
     (tmp_path / "a").write_text("2")
     assert commit(tmp_path) == f"{head}-dirty"
+
+
+def test_settings_name_no_path() -> None:
+    options = argparse.Namespace(
+        out=Path("/results/a.json"),
+        child=None,
+        model="/models/llama/",
+        dataset=Path("/data/chats.jsonl"),
+        tp=2,
+        variants=["tiered"],
+    )
+    found = {"model": "llama", "dataset": "chats.jsonl", "tp": 2, "variants": ["tiered"]}
+    assert settings_of(options, "child") == found
+    assert settings_of(argparse.Namespace(out=None, model=None)) == {"model": "bundled"}
