@@ -86,7 +86,7 @@ class WithMemServe:
         )
         self.engine = Engine(config)
         self.mempool = MemPool(
-            EnginePool(self.engine.block_pool, self.engine.hash_request),
+            EnginePool(self.engine.block_pool, self.engine.hash_request, self.engine.steps),
             self.engine.block_size,
             records_changes=True,
         )

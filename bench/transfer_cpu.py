@@ -67,6 +67,12 @@ def geometry(layout: str) -> Geometry:
     )
 
 
+class NoSteps:
+    """Of an engine that computes nothing: see `engine_pool.Steps`."""
+
+    num_launched = num_ended = 0
+
+
 class Side:
     """One instance: buffer, pool, transfers, and the events that came out."""
 
@@ -90,7 +96,8 @@ class Side:
             )
 
         pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_SIZE)
-        self.mempool = MemPool(EnginePool(pool, make_request), BLOCK_SIZE, reserve_blocks=1)
+        engine_pool = EnginePool(pool, make_request, NoSteps())
+        self.mempool = MemPool(engine_pool, BLOCK_SIZE, reserve_blocks=1)
         self.events: list[AnyEvent] = []
         self.transfers = Transfers(
             self.mempool,

@@ -253,7 +253,7 @@ class SimulatedWorker:
     def _transmit(self, command: Transmit) -> None:
         self._link_to(command.peer)
         if command.history is not None:
-            self.transfers.transmit_history(command, command.history, _is_computed)
+            self.transfers.transmit_history(command, command.history)
         else:
             self.transfers.transmit(command)
 
@@ -366,8 +366,3 @@ class SimulatedWorker:
             held.append(f"{blocks} blocks are left for nobody")
         problems = self.mempool.check_integrity({}) + self.transfers.check_integrity()
         return [f"{self.seat.instance}: {x}" for x in held + self.mempool.holders() + problems]
-
-
-def _is_computed() -> bool:
-    """Of history: what the index knows has been computed."""
-    return True

@@ -266,7 +266,7 @@ class Commands:
                 _sending_key(command.transfer_id),
                 history.token_ids,
                 history.namespace,
-                lambda: self._transfers.transmit_history(command, history, self._engine.fence()),
+                partial(self._transfers.transmit_history, command, history),
                 keeps=False,
                 is_prompt=False,
             )

@@ -261,6 +261,11 @@ class Engine:
         return pool
 
     @property
+    def steps(self) -> StepOutputs:
+        """Which steps were launched, and which have ended."""
+        return self._outputs
+
+    @property
     def block_size(self) -> int:
         size: int = self._core.vllm_config.cache_config.block_size
         return size

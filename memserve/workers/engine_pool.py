@@ -8,7 +8,8 @@ A published block is one that carries a hash there. Hashes are made by vLLM itse
 that is never scheduled, and only when blocks are published: look-ups use MemPool's index.
 
 What this module knows of the BlockPool's inside: the order of its free queue, its table of hashes,
-and which of its calls change hashes.
+and which of its calls change hashes. The engine publishes a block when it schedules the step that
+writes it, so the pool remembers which blocks wait for which step.
 
 Collaborators: `mempool.py` calls, while vLLM's core does not, or from inside the pool's own calls.
 """
@@ -44,13 +45,27 @@ class RequestMaker(Protocol):
         ...
 
 
+class Steps(Protocol):
+    """The engine's steps, which end in the order in which they were launched:
+    `step_outputs.StepOutputs`."""
+
+    @property
+    def num_launched(self) -> int: ...
+
+    @property
+    def num_ended(self) -> int: ...
+
+
 class EnginePool:
     """The engine's blocks, without vLLM's null block."""
 
-    def __init__(self, pool: BlockPool, make_request: RequestMaker) -> None:
+    def __init__(self, pool: BlockPool, make_request: RequestMaker, steps: Steps) -> None:
         """`make_request`: see there; its requests are never scheduled."""
         self._pool = pool
         self._make_request = make_request
+        self._steps = steps
+        self._unwritten: dict[int, set[BlockId]] = {}
+        """Number of a step that may not have ended → blocks that hold their KV when it has."""
 
     @property
     def num_blocks(self) -> int:
@@ -62,7 +77,7 @@ class EnginePool:
         return num_free
 
     def observe(self, observer: PoolObserver) -> None:
-        observe_pool(self._pool, observer)
+        observe_pool(self._pool, observer, self._note_unwritten)
 
     def take(self, num_blocks: int) -> list[BlockId]:
         return [BlockId(b.block_id) for b in self._pool.get_new_blocks(num_blocks)]
@@ -95,6 +110,14 @@ class EnginePool:
         BlockPool.evict_blocks(self._pool, set(block_ids))
         self._to_front(block_ids)
 
+    def when_written(self, block_ids: Sequence[BlockId]) -> Callable[[], bool]:
+        """Not for a call from inside the engine's scheduling: its step has no number yet."""
+        wanted = set(block_ids)
+        numbers = [n for n, written in self._unwritten.items() if not wanted.isdisjoint(written)]
+        # What vLLM publishes between two steps was computed by one of those before.
+        last = min(max(numbers, default=0), self._steps.num_launched)
+        return lambda: self._steps.num_ended >= last
+
     def counts(self) -> BlockCounts:
         """The cost grows with the smaller one of free and historical."""
         num_free = self._pool.get_num_free_blocks()
@@ -122,6 +145,13 @@ class EnginePool:
         return [*self._check_references(owners), *self._check_free_queue(), *self._check_hashes()]
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────
+
+    def _note_unwritten(self, block_ids: Iterable[BlockId]) -> None:
+        """The engine has published these: the step that it is scheduling writes them."""
+        ended = self._steps.num_ended
+        for number in [number for number in self._unwritten if number <= ended]:
+            del self._unwritten[number]
+        self._unwritten.setdefault(self._steps.num_launched + 1, set()).update(block_ids)
 
     def _blocks(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
         blocks = self._pool.blocks
@@ -262,8 +292,12 @@ class _Running:
         )
 
 
-def observe_pool(pool: BlockPool, observer: PoolObserver) -> None:
+def observe_pool(
+    pool: BlockPool, observer: PoolObserver, note: Callable[[Iterable[BlockId]], None]
+) -> None:
     """Tell the observer from now on which blocks the pool hashes, and which lose their hash.
+
+    `note` is told before it of the blocks that are hashed.
 
     The four public calls through which that happens are wrapped, on this one pool; the observer is
     told when a call is complete, so that it may call the pool itself. vLLM's own event queue would
@@ -288,6 +322,7 @@ def observe_pool(pool: BlockPool, observer: PoolObserver) -> None:
         cache(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
         if num_cached_blocks < num_full_blocks:
             running = _Running(pool, request, blocks)
+            note(running.block_ids(num_cached_blocks, num_full_blocks))
             observer.on_cached(running, num_cached_blocks, num_full_blocks)
 
     def evict_blocks(block_ids: set[int]) -> None:

@@ -116,7 +116,7 @@ class Worker:
         if spec.layout == "block_first" and not geometry.is_aggregated:
             raise StartError("mempool.layout: the attention backend cannot do block_first")
         mempool = MemPool(
-            EnginePool(self._engine.block_pool, self._engine.hash_request),
+            EnginePool(self._engine.block_pool, self._engine.hash_request, self._engine.steps),
             self._engine.block_size,
             reserve_blocks=spec.reserve_blocks,
             records_changes=True,

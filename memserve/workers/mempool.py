@@ -14,7 +14,7 @@ engine publishes, evicts and resets by itself is in the index when the pool's ca
 One block per prefix and medium: where the engine computes again what the index has, its new block
 is retracted, and used by its own request alone. A block that leaves the index takes along what lies
 below it, in the pool as well: nobody could find it any more. The engine publishes a block when it
-schedules the tokens; whoever reads KV elsewhere waits for the steps in flight (`Engine.fence`).
+schedules the tokens; whoever reads KV elsewhere waits for the step that writes it (`when_written`).
 
 Collaborators: `transfer.py` moves KV between two pools; `engine_loop.py` and `connector.py` call
 between and inside the engine's steps; `dram.py` holds the slots. All in one thread, without locks.
@@ -192,6 +192,11 @@ class MemPool:
     def match_path(self, path: Path) -> list[BlockId]:
         """As `match`. What DRAM holds beyond it: `find`."""
         return self.index.match(path).hbm_prefix()
+
+    def when_written(self, block_ids: Sequence[BlockId]) -> Callable[[], bool]:
+        """Tells, whenever it is asked, whether KV is in all of these, which are indexed now: the
+        engine's present step may still be computing it. Does not mutate: pin to keep them."""
+        return self._pool.when_written(block_ids)
 
     def find(self, path: Path) -> Match:
         """The longest prefix in any medium, and where each block is. Does not mutate."""

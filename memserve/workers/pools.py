@@ -11,7 +11,7 @@ slots; `peers.py` has a peer. `PlainPool` needs no engine.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -118,6 +118,13 @@ class Pool(Protocol):
 
     def retract(self, block_ids: Sequence[BlockId]) -> None:
         """No longer published (unknown ones are fine). The unreferenced of them are taken next."""
+        ...
+
+    def when_written(self, block_ids: Sequence[BlockId]) -> Callable[[], bool]:
+        """Tells, whenever it is asked, whether KV is in all of these, which are published now.
+
+        A block may be published while its KV is still being computed.
+        """
         ...
 
     def counts(self) -> BlockCounts: ...
@@ -242,6 +249,9 @@ class PlainPool:
                 del self._history[block_id]
                 self._free.append(block_id)
 
+    def when_written(self, block_ids: Sequence[BlockId]) -> Callable[[], bool]:
+        return _at_once
+
     def counts(self) -> BlockCounts:
         return BlockCounts(
             total=self.num_blocks,
@@ -272,6 +282,10 @@ class PlainPool:
                     f" published: {self._is_published[block_id]}"
                 )
         return problems
+
+
+def _at_once() -> bool:
+    return True
 
 
 def count_problem(block_id: int, references: int, known: Sequence[str]) -> str:

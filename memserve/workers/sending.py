@@ -151,13 +151,12 @@ class Sender:
         else:
             self._waiting[request_id] = transfer_id
 
-    def transmit_history(
-        self, command: Transmit, history: History, is_computed: Callable[[], bool]
-    ) -> None:
+    def transmit_history(self, command: Transmit, history: History) -> None:
         """See `Transfers.transmit_history`."""
         sending = self._open(command)
         found = self._mempool.match(history.token_ids, history.namespace)
-        self._add_part(command.transfer_id, found, is_computed)
+        sent = found[sending.first_block : sending.end_block]
+        self._add_part(command.transfer_id, found, self._mempool.when_written(sent))
         self._close(command.transfer_id, sending, len(found), "are in the index")
 
     def cancel(self, transfer_id: TransferId) -> None:

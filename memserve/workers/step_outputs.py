@@ -55,6 +55,16 @@ class StepOutputs:
         self._serve = serve
         return self._arrived_fd
 
+    @property
+    def num_launched(self) -> int:
+        """Steps so far; the next one has the next number."""
+        return self._num_launched
+
+    @property
+    def num_ended(self) -> int:
+        """Of those: the first so many."""
+        return self._num_ended
+
     def fence(self) -> Callable[[], bool]:
         """Whether all that is launched at this moment has ended."""
         last = self._num_launched

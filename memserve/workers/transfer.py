@@ -272,15 +272,13 @@ class Transfers:
         """Send, now or as soon as the source is ready. Ends in Sent or TransmitFailed."""
         self.sender.transmit(command)
 
-    def transmit_history(
-        self, command: Transmit, history: History, is_computed: Callable[[], bool]
-    ) -> None:
+    def transmit_history(self, command: Transmit, history: History) -> None:
         """Send what the index holds of these tokens. Ends in Sent or TransmitFailed.
 
-        `is_computed`: whether all that the index names at this moment has its KV; nothing is read
-        before. Nothing is remembered of the request; the blocks are pinned until the end.
+        Nothing is read before all of it is written: the index also names what the present step
+        computes. Nothing is remembered of the request; the blocks are pinned until the end.
         """
-        self.sender.transmit_history(command, history, is_computed)
+        self.sender.transmit_history(command, history)
 
     def drop_source(self, request_id: RequestId) -> None:
         """The request is forgotten: cancel its transfer and drop its pin. Unknown ones are fine."""

@@ -70,8 +70,8 @@ class Flow(msgspec.Struct):
     """Its tokens were deleted from the index while it was pinned."""
     is_fetch: bool = False
     """The source does not run it: it sends what its index holds."""
-    is_computed: bool = False
-    """Of a fetch: whether the source's steps in flight have ended."""
+    unwritten: list[BlockId] = []
+    """Of a fetch: what the source's steps in flight had to write when it was ordered."""
 
     @property
     def is_computing(self) -> bool:
@@ -157,9 +157,17 @@ class TransferMachine(RuleBasedStateMachine):
     def start_fetch(
         self, data: st.DataObject, num_moves: int, direction: int, num_blocks: int, seed: int
     ) -> None:
-        """The target fetches what the source may or may not hold, and goes on for a while."""
+        """The target fetches what the source may or may not hold, and goes on for a while.
+
+        Often what the source is about to compute: its step is in flight.
+        """
         source, target = self.nodes[direction], self.nodes[1 - direction]
         tokens = prompt(num_blocks * BLOCK_SIZE, seed)
+        running = [f for f in self.known.values() if f.source is source and f.is_running]
+        if (computing := [f for f in running if f.is_computing]) and data.draw(st.booleans()):
+            self.step(computing[-1])
+            self.read_events()
+            tokens = computing[-1].tokens[: len(computing[-1].tokens) // BLOCK_SIZE * BLOCK_SIZE]
         flow = Flow(self.new_id(), tokens, False, source, target, is_running=False, is_fetch=True)
         self.known[flow.transfer_id] = flow
         self.go_on(data, flow, num_moves)
@@ -197,13 +205,12 @@ class TransferMachine(RuleBasedStateMachine):
         possible = [
             (flow.is_running and not flow.is_computing, self.finish),
             *[(flow.is_running and flow.is_computing, self.step)] * 3,  # mostly it goes on
-            (flow.is_running, self.end_step),
+            (flow.is_running or (flow.is_fetch and flow.state == "ordered"), self.end_step),
             (flow.is_running and flow.state == "ordered", self.preempt),
             (flow.state == "new", self.ask),
             (flow.state == "new" and flow.is_running, self.ask_and_order),
             (flow.state == "asked" and (flow.is_running or flow.is_held), self.order),
             (flow.state == "asked" and flow.is_fetch, self.order_history),
-            (flow.state == "ordered" and flow.is_fetch, self.compute_history),
             (flow.state == "ordered" and (flow.is_held or flow.is_fetch), self.poll_for),
             (flow.state == "sent", self.commit_pinned),
             (flow.state == "sent", self.commit_loose),
@@ -313,19 +320,17 @@ class TransferMachine(RuleBasedStateMachine):
         found = flow.source.mempool.match(flow.tokens)
         flow.state = "ordered"
         history = History(Namespace(), flow.tokens)
-        flow.source.transfers.transmit_history(transmit(flow), history, lambda: flow.is_computed)
-        is_unheld = len(found) < flow.num_blocks
-        is_over = is_unheld or not flow.block_ids
-        assert flow.source.mempool.held(f"sending of {flow.transfer_id}") == (
-            [] if is_over else found[flow.hit_blocks :]
-        )
-        if is_over:
-            (event,) = flow.source.take()
-            assert isinstance(event, TransmitFailed if is_unheld else Sent)
-            self._on_event(flow.source, event)
-
-    def compute_history(self, flow: Flow) -> None:
-        flow.is_computed = True
+        in_flight = flow.source.in_flight
+        flow.unwritten = [b for b in found[flow.hit_blocks : flow.num_blocks] if b in in_flight]
+        flow.source.transfers.transmit_history(transmit(flow), history)
+        held = flow.source.mempool.held(f"sending of {flow.transfer_id}")
+        self.read_events()
+        if len(found) < flow.num_blocks:
+            assert flow.state == "done"
+        elif not flow.block_ids:
+            assert flow.state == "sent"
+        elif flow.unwritten:
+            assert flow.state == "ordered" and held == found[flow.hit_blocks :]
 
     def call_off(self, flow: Flow) -> None:
         """Tell whoever may be told: the sender once it was ordered, else the receiver."""
@@ -416,7 +421,7 @@ class TransferMachine(RuleBasedStateMachine):
             case Refused() if flow.state == "new" and node is flow.target:
                 flow.state = "done"
             case Sent() if flow.state == "ordered" and node is flow.source:
-                assert not flow.is_fetch or flow.is_computed or not flow.block_ids
+                assert node.in_flight.keys().isdisjoint(flow.unwritten)
                 assert not flow.is_running
                 flow.state = "sent"
                 flow.sent_bytes = event.size_bytes

@@ -140,18 +140,20 @@ def test_a_second_order_for_a_waiting_request_fails(pair: Pair) -> None:
 class Fetch:
     """D fetches 16 tokens that P computed for somebody else; P is told nothing of the request."""
 
-    def __init__(self, num_computed: int = 16) -> None:
+    def __init__(self, num_computed: int = 16, num_in_flight: int = 0) -> None:
+        """So many of the tokens that P's index has are computed by a step in flight."""
         self.pair = Pair()
         self.tokens = prompt(16)
-        self.pair.p.compute("other", prompt(num_computed))
+        self.pair.p.compute("other", prompt(num_computed - num_in_flight))
+        if num_in_flight:
+            assert self.pair.p.extend("other", prompt(num_computed))
         self.pair.p.engine.finish("other")
-        self.is_computed = True
         self.pair.d.transfers.allocate(allocate(R, Direction.FETCH), self.tokens)
         self.allocated = self.pair.d.only(Allocated)
 
     def order(self) -> None:
         self.pair.p.transfers.transmit_history(
-            order(self.allocated), History(Namespace(), self.tokens), lambda: self.is_computed
+            order(self.allocated), History(Namespace(), self.tokens)
         )
 
 
@@ -178,14 +180,13 @@ def test_history_that_was_evicted_meanwhile_is_a_failure_that_says_so() -> None:
 def test_history_of_another_namespace_is_not_found() -> None:
     fetch = Fetch()
     fetch.pair.p.transfers.transmit_history(
-        order(fetch.allocated), History(Namespace("salt"), fetch.tokens), lambda: True
+        order(fetch.allocated), History(Namespace("salt"), fetch.tokens)
     )
     assert "0 are in the index" in fetch.pair.p.only(TransmitFailed).reason
 
 
-def test_history_is_read_only_after_the_steps_in_flight() -> None:
-    fetch = Fetch()
-    fetch.is_computed = False
+def test_history_is_read_only_after_the_step_that_writes_it() -> None:
+    fetch = Fetch(num_in_flight=4)
     before = bytes(fetch.pair.d.memory)
     fetch.order()
     fetch.pair.p.transfers.poll()
@@ -195,32 +196,49 @@ def test_history_is_read_only_after_the_steps_in_flight() -> None:
     assert len(fetch.pair.p.mempool.held(f"sending of {transfer_id}")) == 4
     # Held meanwhile: the engine may take every block but these.
     assert fetch.pair.p.compute("greedy", prompt(4 * (NUM_BLOCKS - 5), seed=1)) is not None
-    fetch.is_computed = True
+    fetch.pair.p.end_step()
     fetch.pair.p.transfers.poll()
     fetch.pair.commit(fetch.pair.p.only(Sent))
     fetch.pair.check(fetch.tokens)
 
 
-@pytest.mark.parametrize("is_computed", [False, True])
-def test_cancelled_history_is_answered_once_and_let_go(is_computed: bool) -> None:
+def test_history_does_not_wait_for_the_steps_of_others() -> None:
     fetch = Fetch()
+    fetch.pair.p.compute("busy", prompt(8, seed=1))
+    assert fetch.pair.p.extend("busy", prompt(16, seed=1))
+    fetch.order()
+    fetch.pair.commit(fetch.pair.p.only(Sent))
+    fetch.pair.check(fetch.tokens)
+
+
+def test_what_the_receiver_holds_already_is_not_waited_for() -> None:
+    fetch = Fetch(num_in_flight=4)
+    fetch.pair.d.compute("known", fetch.tokens)
+    fetch.pair.d.transfers.allocate(allocate(R, Direction.BACK), fetch.tokens)
+    fetch.allocated = fetch.pair.d.only(Allocated)
+    assert fetch.allocated.hit_blocks == 4
+    fetch.order()
+    assert fetch.pair.p.only(Sent).num_blocks == 0
+
+
+@pytest.mark.parametrize("num_in_flight", [0, 4])
+def test_cancelled_history_is_answered_once_and_let_go(num_in_flight: int) -> None:
+    fetch = Fetch(num_in_flight=num_in_flight)
     fetch.pair.link.hold()
-    fetch.is_computed = is_computed
     fetch.order()
     fetch.pair.p.transfers.cancel(Cancel(epoch=1, transfer_id=fetch.allocated.transfer_id))
     fetch.pair.link.release()
     fetch.pair.p.transfers.poll()
     assert fetch.pair.p.only(TransmitFailed).reason == "cancelled"
-    fetch.is_computed = True
+    fetch.pair.p.end_step()
     fetch.pair.p.transfers.poll()
     assert fetch.pair.p.take() == [] and fetch.pair.p.is_idle()
 
 
-@pytest.mark.parametrize("is_computed", [False, True])
-def test_history_for_a_peer_that_dies_is_let_go(is_computed: bool) -> None:
-    fetch = Fetch()
+@pytest.mark.parametrize("num_in_flight", [0, 4])
+def test_history_for_a_peer_that_dies_is_let_go(num_in_flight: int) -> None:
+    fetch = Fetch(num_in_flight=num_in_flight)
     fetch.pair.link.hold()
-    fetch.is_computed = is_computed
     fetch.order()
     fetch.pair.p.transfers.peer_lost(fetch.pair.d.id, 1)
     assert fetch.pair.p.only(TransmitFailed).reason == "D0 was lost"

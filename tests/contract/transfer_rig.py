@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import msgspec
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
@@ -29,7 +30,7 @@ from memserve.types import (
     TransferId,
     TransferStyle,
 )
-from memserve.workers.engine_pool import EnginePool, resume_hashing
+from memserve.workers.engine_pool import EnginePool, Steps, resume_hashing
 from memserve.workers.links.fake import FakeLink
 from memserve.workers.mempool import MemPool
 from memserve.workers.transfer import Transfers
@@ -76,15 +77,23 @@ def lora_of(namespace: Namespace) -> LoRARequest | None:
     return None if name is None else LoRARequest(name, 1, f"/adapters/{name}")
 
 
+class FakeSteps(msgspec.Struct):
+    """Of an engine: see `engine_pool.Steps`. As it is, of one whose steps end at once."""
+
+    num_launched: int = 0
+    num_ended: int = 0
+
+
 def make_pool(
     num_blocks: int = NUM_BLOCKS,
     reserve_blocks: int = 1,
     block_size: int = BLOCK_SIZE,
     clock: Callable[[], float] = lambda: 0.0,
+    steps: Steps | None = None,
 ) -> tuple[MemPool, BlockPool]:
     """A MemPool over a real BlockPool; one of `num_blocks` is vLLM's null block."""
     pool = BlockPool(num_blocks, enable_caching=True, hash_block_size=block_size)
-    engine_pool = EnginePool(pool, make_hasher(block_size))
+    engine_pool = EnginePool(pool, make_hasher(block_size), steps or FakeSteps())
     mempool = MemPool(
         engine_pool,
         block_size,
@@ -199,13 +208,12 @@ class Node:
         self.geometry = geometry(layout, num_blocks)
         self.memory = bytearray(buffer_bytes(self.geometry))
         self.clock = FakeClock()
-        self.mempool, self.pool = make_pool(num_blocks, clock=self.clock)
+        self.steps = FakeSteps()
+        self.mempool, self.pool = make_pool(num_blocks, clock=self.clock, steps=self.steps)
         self.engine = EngineStandIn(self.mempool, self.pool)
         self.links: dict[InstanceId, FakeLink] = {}
-        self.num_steps = 0
-        """Those that have ended."""
-        self._in_flight: dict[BlockId, bytes] = {}
-        """What the step in flight will have written when it ends."""
+        self.in_flight: dict[BlockId, bytes] = {}
+        """What the steps in flight will have written when they end."""
         self._peers: dict[InstanceId, Node] = {}
         self._events: list[AnyEvent] = []
         self.transfers = Transfers(
@@ -254,9 +262,15 @@ class Node:
     def compute(
         self, request_id: str, tokens: Sequence[int], namespace: Namespace = NO_NAMESPACE
     ) -> int | None:
-        """Run a prompt, writing the KV of what was not found; it keeps running."""
+        """Run a prompt, writing the KV of what was not found; it keeps running.
+
+        Its step is over when those are that were in flight before.
+        """
         hits = self.engine.start(request_id, tokens, namespace)
         if hits is not None:
+            self.steps.num_launched += 1
+            if not self.in_flight:
+                self.end_step()
             for index in range(hits, len(tokens) // BLOCK_SIZE):
                 block_id = self.engine.running[request_id][index]
                 self._write(block_id, kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3))
@@ -269,22 +283,23 @@ class Node:
         known = len(self.engine.tokens(request_id))
         if not self.engine.generate(request_id, tokens[known:]):
             return False
+        self.steps.num_launched += 1
         for index in range(known // BLOCK_SIZE, len(tokens) // BLOCK_SIZE):
             block_id = self.engine.running[request_id][index]
-            self._in_flight[block_id] = kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3)
+            self.in_flight[block_id] = kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3)
         return True
 
     def end_step(self) -> None:
         """What is in flight has its KV."""
-        self.num_steps += 1
-        for block_id, contents in self._in_flight.items():
+        self.steps.num_ended = self.steps.num_launched
+        for block_id, contents in self.in_flight.items():
             self._write(block_id, contents)
-        self._in_flight.clear()
+        self.in_flight.clear()
 
     def fence(self) -> Callable[[], bool]:
-        """Whether the step that is in flight at this moment has ended."""
-        present = self.num_steps
-        return lambda: self.num_steps > present or not self._in_flight
+        """Whether the steps that are in flight at this moment have ended."""
+        last = self.steps.num_launched
+        return lambda: self.steps.num_ended >= last
 
     def tell(self, request_id: RequestId) -> None:
         """What the engine loop says of a running request in the style `chunk`."""
@@ -326,7 +341,7 @@ class Node:
                 found = self.mempool.match(tokens, namespace)
                 assert found == self.engine.find(tokens, namespace)
                 for index, block_id in enumerate(found):
-                    if block_id in self._in_flight:
+                    if block_id in self.in_flight:
                         continue
                     expected = kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3)
                     assert read_block(self.memory, self.geometry, block_id) == expected

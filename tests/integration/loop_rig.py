@@ -39,7 +39,7 @@ from memserve.workers.swapping import Swapper
 from memserve.workers.transfer import Transfers
 from tests.contract.link_rig import BLOCK_SIZE, buffer_bytes, geometry
 from tests.contract.swap_rig import CheapSwaps, ManualQueues, make_tier
-from tests.contract.transfer_rig import FakeClock, make_hasher, make_pool, prompt
+from tests.contract.transfer_rig import FakeClock, FakeSteps, make_hasher, make_pool, prompt
 from tests.integration import worker_harness
 from tests.integration.worker_harness import request_bytes
 
@@ -55,8 +55,9 @@ class ScriptedEngine:
 
     max_model_len = 100
 
-    def __init__(self, mempool: MemPool, pool: BlockPool) -> None:
+    def __init__(self, mempool: MemPool, pool: BlockPool, steps: FakeSteps) -> None:
         self._mempool = mempool
+        self._steps = steps
         self._pool = pool
         self._hasher = make_hasher()
         self.loop: EngineLoop | None = None
@@ -66,13 +67,12 @@ class ScriptedEngine:
         self.breaks_on_add: Exception | None = None
         self.added: list[EngineCoreRequest] = []
         self.num_steps = 0
-        self.num_ended = 0
         self.turns_inside = 0
         """How often the loop is asked to serve while a step waits."""
         self.is_waiting = False
         self.serve: Callable[[], None] = lambda: None
         self.steps_in_flight = 0
-        """As the fence sees it: a step ends so many calls of `step` later."""
+        """A step ends so many calls of `step` later, or when nothing runs any more."""
         self.chunk_tokens = 1000
         self.layers_told: Sequence[int] = ()
         """Of which the step tells while it computes."""
@@ -105,8 +105,8 @@ class ScriptedEngine:
         return dict(self.tables)
 
     def fence(self) -> Callable[[], bool]:
-        last_step = self.num_steps + self.steps_in_flight
-        return lambda: self.num_ended >= last_step or not self.is_busy
+        last = self._steps.num_launched
+        return lambda: self._steps.num_ended >= last
 
     def serve_while_waiting(self, serve: Callable[[], None]) -> int:
         self.serve = serve
@@ -135,6 +135,7 @@ class ScriptedEngine:
         if (running := self.running.pop(request_id, None)) is not None:
             running.status = RequestStatus.FINISHED_ABORTED
             self._finish(running)
+            self._end_steps()
 
     def step(self) -> tuple[EngineCoreOutputs | None, bool]:
         assert self.loop is not None
@@ -146,6 +147,7 @@ class ScriptedEngine:
             r.request_id: min(self.chunk_tokens, r.num_tokens - r.num_computed_tokens)
             for r in self.running.values()
         }
+        self._steps.num_launched = self.num_steps
         self.loop.on_step(scheduled)
         for layer in self.layers_told:
             self.loop.on_layer(layer)
@@ -162,6 +164,7 @@ class ScriptedEngine:
                 del self.running[request.request_id]
                 self._finish(request)
             outputs.append(output)
+        self._end_steps()
         self.after_each_step()
         return EngineCoreOutputs(outputs=outputs), bool(self.running or outputs)
 
@@ -171,7 +174,10 @@ class ScriptedEngine:
         for _ in range(self.turns_inside):
             self.serve()
         self.is_waiting = False
-        self.num_ended = self.num_steps
+
+    def _end_steps(self) -> None:
+        late = self.steps_in_flight if self.is_busy else 0
+        self._steps.num_ended = max(self._steps.num_ended, self.num_steps - late)
 
     def _schedule(self, request: Request) -> None:
         assert self.loop is not None
@@ -256,8 +262,9 @@ class Bench:
         style: TransferStyle = TransferStyle.REQUEST,
     ) -> None:
         self.clock = FakeClock()
-        self.mempool, self.pool = make_pool(NUM_BLOCKS, clock=self.clock)
-        self.engine = ScriptedEngine(self.mempool, self.pool)
+        steps = FakeSteps()
+        self.mempool, self.pool = make_pool(NUM_BLOCKS, clock=self.clock, steps=steps)
+        self.engine = ScriptedEngine(self.mempool, self.pool, steps)
         self.channel = ScriptedChannel(self.clock, self.engine)
         shape = geometry("block_first", NUM_BLOCKS)
         size = buffer_bytes(shape)

@@ -189,17 +189,27 @@ def test_prefill_goes_on_from_what_was_fetched(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("steps_in_flight", [0, 2])
-def test_history_is_sent_for_an_unknown_request_after_the_steps_in_flight(
-    bench: Bench, steps_in_flight: int
+@pytest.mark.parametrize("seed", [0, 1], ids=["of an earlier step", "of the step in flight"])
+def test_history_is_sent_for_an_unknown_request_after_the_step_that_writes_it(
+    bench: Bench, steps_in_flight: int, seed: int
 ) -> None:
     bench.run(JOINED, prefill(prompt(8)))
     bench.run(Abort(epoch=1, request_id=ID))
     bench.engine.steps_in_flight = steps_in_flight
     busy = prefill(prompt(9, seed=1), whole=True, request_id=RequestId("busy"))
-    history = msgspec.structs.replace(transmit(5, 6), history=History(Namespace(), prompt(8)))
-    events = bench.run(busy, history)
+    asked = History(Namespace(), prompt(8, seed=seed))
+    history = msgspec.structs.replace(transmit(5, 6), history=asked)
+    last = bench.engine.num_steps
+
+    def after_step() -> None:
+        if bench.engine.num_steps == last + 1:
+            bench.channel.commands.append(history)
+
+    bench.engine.after_each_step = after_step
+    events = bench.run(busy)
     assert only(events, Sent).num_blocks == 2
-    assert kinds(events)[: kinds(events).index(Sent)].count(Tokens) == steps_in_flight
+    num_tokens = kinds(events)[: kinds(events).index(Sent)].count(Tokens)
+    assert num_tokens == 1 + (steps_in_flight if seed == 1 else 0)
     bench.run(Abort(epoch=1, request_id=RequestId("busy")))
     assert bench.audit().holders == []
 

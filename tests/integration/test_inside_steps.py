@@ -314,6 +314,9 @@ class Hub:
                 life = self.lives[event.request_id]
                 if life.kind == "out" and not life.is_over:
                     self._order(life, len(life.prompt))
+                elif life.kind == "whole" and not life.is_over and self._rng.random() < 0.5:
+                    # Another instance wants what the present step computes.
+                    self._order(life, len(life.prompt), History(Namespace(), life.prompt))
                 self._perhaps_abort(life)
             case Finished():
                 self._finished(self.lives[event.request_id], event.held_tokens)
@@ -384,7 +387,7 @@ class Bench:
         self.device = device_of(engine)
         self.hub = Hub(rng, self.device, peer)
         self.mempool = MemPool(
-            EnginePool(engine.block_pool, engine.hash_request),
+            EnginePool(engine.block_pool, engine.hash_request, engine.steps),
             BLOCK,
             reserve_blocks=2,
             clock=clock,
