@@ -21,6 +21,7 @@ another one on another day.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -32,6 +33,8 @@ from memserve.core.profile import Floats, ModelShape, Profile, Tokens, step_part
 
 __all__ = ["BUILT_IN", "CostModel", "ModelShape", "Profile", "built_in"]
 
+DECODE_LAUNCH = 0.5
+"""Of a decode step's time on a GPU, what launching it keeps the host."""
 _DECODE_ROWS = 1024
 """Decode batches up to this size are looked up; larger ones cost in proportion."""
 _OBSERVATION_WEIGHT = 0.1
@@ -219,12 +222,16 @@ class CostModel:
         return max(self._device_factor * seconds, self._floor_s(tokens)) + taking_s
 
     def launch_s(self, num_tokens: int) -> float:
-        """How long launching a step of prompts keeps the host, which is free while the rest of it
-        is computed. 0 where that is not known, or never so: a CPU computes what it launches.
+        """How long launching a step of prompts keeps the host, which serves commands while the rest
+        of it is computed. Without end on a CPU: it computes what it launches.
         """
         if self.profile.is_on_cpu:
-            return 0.0
+            return math.inf
         return max(self._floor_s(num_tokens), self._host_factor * self._graph_floor_s)
+
+    def decode_launch_s(self, step_s: float) -> float:
+        """As `launch_s`, of a decode step that takes so long in all."""
+        return math.inf if self.profile.is_on_cpu else DECODE_LAUNCH * step_s
 
     def decode_step_s(self, num_requests: int, context_tokens: int) -> float:
         """One decode step of a batch whose contexts sum up to `context_tokens`.

@@ -10,12 +10,14 @@ and, where another instance s holds more, y' of them, the fetched form
     max(queue(p), fetch) + exec(x, y')                 fetch = wait(s, p) + transfer(y' - y)
 
 whichever is less: what is fetched travels while p's queue is worked off. `wait` is what the links
-of both have under way, and steps of their engines: commands are served, and links looked after,
-between steps. p reserves, and s begins, after the rest of a step; s sees a step later that all is
-sent (a link that copies in s's own thread is done at once, but takes a turn for each portion). What
-s has in DRAM it brings to HBM first. Last, `wait` has what fetches from s were late lately beyond
-all that (`fetch_times.py`); early they can only be for want of such steps, so round trips and link
-stay. So a hot prefix finds a second home as soon as queueing costs more than fetching.
+of both have under way, and what keeps their hosts from serving a command: p reserves after that,
+then s begins. A CPU's host is kept by the rest of its step, and a link that copies in s's own
+thread takes a turn for each portion. A GPU's is kept only while it launches, and then serves while
+the step is computed; but of what s is computing now, for others that begin like this prompt, the
+last blocks are written when the step ends. What s has in DRAM it brings to HBM first. Last, `wait`
+has what fetches from s were late lately beyond all that (`fetch_times.py`); early they can only be
+for want of such waits, so round trips and link stay. So a hot prefix finds a second home as soon as
+queueing costs more than fetching.
 
 An instance that generates adds to its steps, for all of its n requests:
 
@@ -41,7 +43,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from memserve.core.cost_model import CostModel
+from memserve.core.cost_model import DECODE_LAUNCH, CostModel
 from memserve.core.loads import Bools, Counts, Loads, Seconds
 from memserve.core.policy import (
     Demand,
@@ -109,14 +111,14 @@ class _Firsts(msgspec.Struct):
 
 
 class _Steps(msgspec.Struct, frozen=True):
-    """[instances] each: what the engines are in the middle of. They serve no command meanwhile."""
+    """[instances] each: what the engines are in the middle of, as far as one can tell."""
 
-    chunk_s: Seconds
-    """The longest step of a prompt's."""
-    is_last: Bools
-    """The queue is one prompt, in its last step."""
+    next_s: Seconds
+    """The longest step of a prompt's that can follow on the present one."""
     rest_s: Seconds
-    """Of the present step, as far as one can tell."""
+    """Of the present step, if it computes a prompt."""
+    wait_s: Seconds
+    """Until the host serves a command."""
 
 
 class CostPolicy:
@@ -201,7 +203,7 @@ class CostPolicy:
         sources = self._sources(usable, demand, loads, is_swapping=firsts.swap_s is not None)
         if not sources:
             return
-        steps = _steps(queue_s, loads)
+        steps = _steps(queue_s, loads, serves_inside=not self._is_in_turn)
         for source in sources:
             num_tokens, num_dram = usable.item(source), demand.dram_tokens.item(source)
             self._consider(firsts, steps, source, num_tokens, num_dram, demand, loads)
@@ -242,16 +244,16 @@ class CostPolicy:
         size_bytes = missing * self._token_bytes + under_way
         link_s = size_bytes / self._link.bytes_per_s
         round_s = _ROUND_TRIPS_S + self._link.fixed_s
-        step_s = loads.decode_s.item(source)  # the next one, after the rest
-        if not steps.is_last[source]:
-            step_s += min(firsts.queue_s.item(source), steps.chunk_s.item(source))
-        before_s = round_s + steps.rest_s.item(source)
+        step_s = (
+            loads.decode_s.item(source) + steps.next_s.item(source) if self._is_in_turn else 0.0
+        )
+        before_s = round_s + steps.wait_s.item(source)
         if num_dram and firsts.swap_s is not None:
             before_s += firsts.swap_s.item(source) + step_s
-        if not self._is_in_turn:
-            before_s += step_s
-        known_s = link_s + steps.rest_s + before_s
-        if self._is_in_turn and step_s:
+        if not self._is_in_turn and _is_coming(num_tokens, source, demand):
+            before_s += steps.rest_s.item(source)
+        known_s = link_s + steps.wait_s + before_s
+        if step_s:
             known_s = known_s + size_bytes // COPIED_PORTION_BYTES * step_s
         if firsts.swap_s is not None:  # both bring theirs first, between two steps
             known_s = known_s + firsts.swap_s
@@ -371,13 +373,25 @@ def _exec_many_s(num_tokens: int, cached: Counts, cost: CostModel) -> Seconds:
     return exec_s
 
 
-def _steps(queue_s: Seconds, loads: Loads) -> _Steps:
-    """`queue_s`: of what was placed there."""
+def _steps(queue_s: Seconds, loads: Loads, *, serves_inside: bool) -> _Steps:
+    """`queue_s`: of what was placed there. `serves_inside`: commands, once a step is launched."""
     chunk_s = loads.each_s(lambda cost: cost.exec_s(cost.profile.chunk_tokens))
     # The last step of a prompt ends with the queue; of others, half is left on average.
     is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
     rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
-    return _Steps(chunk_s, is_last, rest_s + loads.decode_s / 2)
+    next_s = np.where(is_last, 0.0, np.minimum(queue_s, chunk_s))
+    if not serves_inside:
+        return _Steps(next_s, rest_s, rest_s + loads.decode_s / 2)
+    launch_s = loads.each_s(lambda cost: cost.launch_s(cost.profile.chunk_tokens))
+    # A command that comes at any time meets a launch by its share, and then waits for half of it.
+    launching_s = np.minimum(rest_s, launch_s**2 / (2 * chunk_s))
+    return _Steps(next_s, rest_s, launching_s + loads.decode_s * DECODE_LAUNCH**2 / 2)
+
+
+def _is_coming(num_tokens: int, source: int, demand: Demand) -> bool:
+    """Whether the source may be computing the last of these tokens just now."""
+    coming = demand.coming_tokens
+    return coming is not None and coming.item(source) >= num_tokens
 
 
 def _first_terms(slot: int, firsts: _Firsts, loads: Loads) -> dict[str, Number]:

@@ -62,10 +62,10 @@ class Step(msgspec.Struct, eq=False):
     num_steps: int
     begun: float
     first_s: float
+    launch_s: float
+    """Each keeps the host for so long, or to its end; then commands are served."""
     growth_s: float = 0.0
     """How much longer each step takes than the one before."""
-    launch_s: float = 0.0
-    """After so long all is launched, and the host is free until the end; 0: it never is."""
 
     def seconds(self, num_steps: int) -> float:
         """How long the first so many of its steps take."""
@@ -74,6 +74,14 @@ class Step(msgspec.Struct, eq=False):
     @property
     def end(self) -> float:
         return self.begun + self.seconds(self.num_steps)
+
+    def served_at(self, now: float) -> float:
+        """When a command is served that comes now: at the present step's end at the latest."""
+        elapsed = now - self.begun
+        last = self.num_steps - 1
+        ended = next((n for n in range(last) if self.seconds(n + 1) >= elapsed), last)
+        launched = self.begun + self.seconds(ended) + self.launch_s
+        return min(max(now, launched), self.begun + self.seconds(ended + 1))
 
     def cut(self, now: float) -> bool:
         """End with the step that runs now. Returns whether that is earlier than planned."""
@@ -158,11 +166,14 @@ class SimulatedEngine:
         parts = [(count, run.num_computed) for run, count in chunks]
         first_s = self._costs.step_s(parts, len(decodes), context, self._begun_tokens)
         self._begun_tokens = 0
-        step = Step(chunks, decodes, 1, self._clock(), self._slowdown * first_s)
         if chunks:
-            tokens = len(decodes) + sum(count for _, count in chunks)
-            step.launch_s = self._slowdown * self._costs.launch_s(tokens)
+            launch_s = self._costs.launch_s(len(decodes) + sum(count for _, count in chunks))
         else:
+            launch_s = self._costs.decode_launch_s(first_s)
+        step = Step(
+            chunks, decodes, 1, self._clock(), self._slowdown * first_s, self._slowdown * launch_s
+        )
+        if not chunks:
             self._take_together(step, context)
         return step
 

@@ -6,9 +6,8 @@ wires are simulated. As in `workers/engine_loop.py`, everything happens between 
 
     commands ─▶ links ─▶ one step (or several of decoding alone) ─▶ Tokens, CacheChanged, Finished
 
-so that a command waits for the end of the step that runs when it arrives. A step of prompts on a
-GPU is launched long before it has been computed; in between there is a turn too, as with vLLM's
-asynchronous scheduling.
+so that a command waits for the end of the step that runs when it arrives. A step on a GPU is
+launched long before it has been computed; from then on commands are served inside it.
 """
 
 from __future__ import annotations
@@ -132,16 +131,16 @@ class SimulatedWorker:
 
     def _wake(self) -> None:
         """Something has happened: see to it as soon as the host is free."""
-        step = self._step
-        if step is None:
-            if not self._is_turn_due:
-                self._is_turn_due = True
-                self._queue.after(0.0, self._turn)
-        elif step.num_steps > 1 and step.cut(self._queue.now()):
+        step, now = self._step, self._queue.now()
+        if step is not None and step.num_steps > 1 and step.cut(now):
             self._queue.at(step.end, partial(self._end_step, step, step.num_steps))
+        served_at = now if step is None else step.served_at(now)
+        if not self._is_turn_due and (step is None or served_at < step.end):
+            self._is_turn_due = True
+            self._queue.at(served_at, self._turn)
 
     def _turn(self) -> None:
-        """Between two steps, or while one is computed whose host is free."""
+        """Between two steps, or inside one whose host is free."""
         self._is_turn_due = False
         while self._inbox:
             self._serve(self._inbox.popleft())
@@ -173,8 +172,6 @@ class SimulatedWorker:
         if step is None:
             return
         self._queue.at(step.end, partial(self._end_step, step, step.num_steps))
-        if step.begun < (launched_at := step.begun + step.launch_s) < step.end:
-            self._queue.at(launched_at, self._turn)
 
     def _end_step(self, step: Step, num_steps: int) -> None:
         if step is not self._step or num_steps != step.num_steps:  # it was cut

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
-from memserve.core.cost_model import BUILT_IN, CostModel
+from memserve.core.builtin import built_in
+from memserve.core.cost_model import BUILT_IN
 from memserve.core.loads import Share
 from memserve.core.policies import make_policy
 from memserve.core.policy import (
     Split,
     with_fetch,
 )
-from memserve.core.profile import LinkFit
+from memserve.core.profile import LinkFit, Profile
+from memserve.simulator.setup import MODELS
 from memserve.types import InstanceId
 from tests.core.policy_rig import (
     BLOCK_SIZE,
@@ -171,25 +175,61 @@ def test_a_fetch_waits_for_the_steps_that_both_engines_are_in() -> None:
     assert waits[1] - waits[0] == pytest.approx(steps_s, abs=2e-6)
 
 
-def test_large_and_background_transfers_take_more_of_the_source_s_steps() -> None:
-    def fetch_s(link: str, num_tokens: int) -> float:
-        links = {"shm": LinkFit(0.0, 1e15), "ipc": LinkFit(0.0, 1e15), "dram": LinkFit(0.0, 1e15)}
-        cluster = Cluster(
-            "P0", "P1", "D0", profile=msgspec.structs.replace(SMALL_STEPS, links=links)
-        )
-        cluster.policy = make_policy("cost", Split.ALWAYS, cluster.cost, link)
-        cluster.close("P0")
-        cluster.run("P0", 1000)
-        held = num_tokens // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
-        placement = cluster.place(num_tokens=num_tokens, cached={"P0": held})
-        return float(terms(placement, "P1")["fetch_s"])
+TRIPS_S = 0.5e-3
+"""What a fetch takes where nobody has anything else to do, and the link takes no time."""
 
-    step_s = CostModel(SMALL_STEPS).decode_step_s(1, 1000)
-    portion = (32 << 20) // CostModel(BUILT_IN).kv_bytes(1)
-    trips_s = 0.5e-3
-    assert fetch_s("shm", 320) == pytest.approx(trips_s + step_s / 2, abs=2e-6)
-    assert fetch_s("shm", 2 * portion + 160) == pytest.approx(trips_s + 2.5 * step_s, abs=2e-6)
-    assert fetch_s("ipc", 320) == pytest.approx(trips_s + 1.5 * step_s, abs=2e-6)
+
+def at_once(link: str, profile: Profile = SMALL_STEPS) -> Cluster:
+    """P0 is to be fetched from, over a link that takes no time."""
+    links = {"shm": LinkFit(0.0, 1e15), "ipc": LinkFit(0.0, 1e15), "dram": LinkFit(0.0, 1e15)}
+    cluster = Cluster("P0", "P1", "D0", profile=msgspec.structs.replace(profile, links=links))
+    cluster.policy = make_policy("cost", Split.ALWAYS, cluster.cost, link)
+    cluster.close("P0")
+    return cluster
+
+
+def fetch_s(cluster: Cluster, num_tokens: int, **changes: Any) -> float:
+    held = num_tokens // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
+    placement = cluster.place(num_tokens=num_tokens, cached={"P0": held}, **changes)
+    return float(terms(placement, "P1")["fetch_s"])
+
+
+def test_large_transfers_take_more_of_the_source_s_steps_where_it_copies_itself() -> None:
+    cluster = at_once("shm")
+    cluster.run("P0", 1000)
+    step_s = cluster.cost.decode_step_s(1, 1000)
+    portion = (32 << 20) // cluster.cost.kv_bytes(1)
+    assert fetch_s(cluster, 320) == pytest.approx(TRIPS_S + step_s / 2, abs=2e-6)
+    waits_s = fetch_s(cluster, 2 * portion + 160) - TRIPS_S
+    assert waits_s == pytest.approx(2.5 * step_s, abs=2e-6)
+
+
+H200 = msgspec.structs.replace(built_in(MODELS["llama-3.1-8b"], "NVIDIA H200"), source="calibrated")
+
+
+def test_an_engine_on_a_gpu_keeps_a_fetch_waiting_only_while_it_launches() -> None:
+    cluster = at_once("ipc", H200)
+    cluster.queue("P0", 30_000)
+    chunk_s, launch_s = cluster.cost.exec_s(8192), cluster.cost.launch_s(8192)
+    assert launch_s < chunk_s / 10
+    launching_s = launch_s**2 / (2 * chunk_s)
+    assert fetch_s(cluster, 8000) == pytest.approx(TRIPS_S + launching_s, abs=2e-6)
+    cluster.run("P1", 1000)
+    decode_s = cluster.cost.decode_step_s(1, 1000)
+    waits_s = fetch_s(cluster, 8000) - TRIPS_S
+    assert waits_s == pytest.approx(launching_s + decode_s / 8, abs=2e-6)
+
+
+def test_what_the_source_is_computing_just_now_is_waited_for() -> None:
+    cluster = at_once("ipc", H200)
+    before_s = fetch_s(cluster, 20_000)
+    cluster.queue("P0", 30_000)
+    launching_s = fetch_s(cluster, 20_000) - before_s
+    held = 20_000 // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
+    for coming, rest_s in ((held - BLOCK_SIZE, 0.0), (held, cluster.cost.exec_s(8192) / 2)):
+        tokens = np.array([coming, 0, 0], np.int64)
+        waits_s = fetch_s(cluster, 20_000, coming_tokens=tokens) - before_s - launching_s
+        assert waits_s == pytest.approx(rest_s, abs=2e-6)
 
 
 def test_an_idle_source_is_asked_rather_than_a_busy_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 
@@ -47,7 +48,7 @@ CLOCK = functools.partial(next, itertools.count())
 class Plain(CostModel):
     """Costs that can be checked by hand: 10 ms a step, 0.1 ms a token, 1 µs a token of context."""
 
-    def __init__(self, bytes_per_s: float = 1e9, launch_s: float = 0.0) -> None:
+    def __init__(self, bytes_per_s: float = 1e9, launch_s: float = math.inf) -> None:
         super().__init__(built_in(MODELS["smollm2-135m"], "cpu"))
         self._bytes_per_s = bytes_per_s
         self._launch_s = launch_s
@@ -425,17 +426,17 @@ def test_only_links_that_copy_themselves_keep_the_sender_from_computing() -> Non
     assert first_ends[1] - first_ends[0] == pytest.approx(0.02 - 0.011)
 
 
-def test_what_ended_is_noticed_when_a_step_has_been_launched() -> None:
-    """P's next step takes 20 ms and is launched after 15: the KV, 11 ms, has left by then."""
+def test_what_ended_is_noticed_as_soon_as_the_step_is_launched() -> None:
+    """P's next step takes 20 ms; the KV, 11 ms, has left when it is launched after 15 of them."""
     calls = [call("a", 100, 2), call("b", 100, 2)]
-    at_end, launched, too_early = (
+    at_end, late, early = (
         simulate(calls, "1P1D-CC", tokens=100, link="ipc", costs=Plain(960_000, seconds)).outcomes
-        for seconds in (0.0, 0.015, 0.005)
+        for seconds in (math.inf, 0.015, 0.005)
     )
-    assert launched[0].ttft_s == at_end[0].ttft_s
-    first_ends = [one.jct_s or 0 for one, _ in (at_end, launched, too_early)]
+    assert at_end[0].ttft_s == late[0].ttft_s == early[0].ttft_s
+    first_ends = [one.jct_s or 0 for one, _ in (at_end, late, early)]
     assert first_ends[0] - first_ends[1] == pytest.approx(0.02 - 0.015)
-    assert too_early == at_end
+    assert first_ends[0] - first_ends[2] == pytest.approx(0.02 - 0.011)
 
 
 def test_a_cancelled_transfer_ends_with_an_error() -> None:
