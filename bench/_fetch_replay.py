@@ -28,6 +28,7 @@ class Asked(Protocol):
     own: int
     busy: int
     elapsed: float
+    generating: int
 
 
 class Replay:
@@ -53,6 +54,8 @@ class Replay:
             exec_s = self._cost.exec_s(case.busy)
             loads.add(SOURCE, Share(case.busy, exec_s, case.busy), now)
             now += case.elapsed * exec_s
+        for _ in range(case.generating):
+            loads.add(SOURCE, Share(case.prompt), now)
         loads.is_open[loads.slots[SOURCE]] = False
         demand = Demand(
             num_tokens=case.prompt,

@@ -9,9 +9,9 @@ prompt for each sample). Both are timed by the server, from the placement to the
 every placement the policy says what it would have done on PD1, with the scheduler's own loads, cost
 profile and what it has learnt from earlier fetches::
 
-    source idle    PD0 has nothing to do: the fixed costs of a fetch against a few blocks
-    source busy    PD0 is computing a long prompt, which began some part of its time ago: links
-                   and commands are served between two steps only
+    source idle         PD0 has nothing to do: the fixed costs of a fetch against a few blocks
+    source busy         PD0 is computing a long prompt, which began some part of its time ago
+    source generating   PD0 runs decode steps for other requests
 
 A way's time in a case is the lower quartile of its samples: what disturbs an engine only adds. A
 decision is right if the case's faster way was chosen; ways that differ by less than the mean of
@@ -51,6 +51,8 @@ from memserve.types import InstanceId
 REQUEST_TIMEOUT_S = 120.0
 FIRST_TOKEN, LAST_TOKEN = 1000, 10_000
 """Prompts are random ids between these: no special tokens, in any vocabulary."""
+GENERATED_TOKENS = 48
+"""Of each request that keeps the source generating: more than a sample takes."""
 WAYS = {"fetch": Fetching.ALWAYS, "recompute": Fetching.NEVER}
 
 
@@ -81,11 +83,19 @@ class Case(msgspec.Struct):
     elapsed: float
     """Of its time: what has passed when the request comes."""
     samples: list[Sample] = []
+    generating: int = 0
+    """Requests that the source generates for meanwhile."""
 
     @property
     def name(self) -> str:
-        source = f"busy with {self.busy}, {self.elapsed:.0%} done" if self.busy else "idle"
-        return f"{self.prompt} tokens, {self.held} held, {self.own} own, source {source}"
+        return f"{self.prompt} tokens, {self.held} held, {self.own} own, source {self.source}"
+
+    @property
+    def source(self) -> str:
+        """What it does meanwhile."""
+        if self.generating:
+            return f"generating for {self.generating}"
+        return f"busy, {self.elapsed:.0%} done" if self.busy else "idle"
 
     @property
     def is_complete(self) -> bool:
@@ -135,10 +145,20 @@ class Server:
         self._model = get(f"{url}/v1/models")["data"][0]["id"]
 
     def prefill(
-        self, prompt: list[int], instance: InstanceId, fetching: Fetching = Fetching.NEVER
+        self,
+        prompt: list[int],
+        instance: InstanceId,
+        fetching: Fetching = Fetching.NEVER,
+        max_tokens: int = 1,
     ) -> dict[str, Any]:
         """The steps of the request's timeline by name, once nobody holds anything for it."""
-        body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
         request = urllib.request.Request(
             f"{self._url}/v1/completions",
             json.dumps(body).encode(),
@@ -204,18 +224,30 @@ class Bench:
 
     @contextlib.contextmanager
     def _busy(self, case: Case) -> Iterator[None]:
-        """The source has begun another prompt, some part of its time ago."""
-        if not case.busy:
-            yield
-            return
-        prompt = self._prompt(case.busy)
-        other = threading.Thread(target=self._server.prefill, args=(prompt, SOURCE))
-        other.start()
-        time.sleep(case.elapsed * self._step_s[case.busy])
+        """The source has begun another prompt, some part of its time ago, or is generating."""
+        loads = [(case.busy, 1)] if case.busy else []
+        loads += [(self._shortest, GENERATED_TOKENS)] * case.generating
+        others = [threading.Thread(target=self._occupy, args=load) for load in loads]
+        for other in others:
+            other.start()
+        if case.busy:
+            time.sleep(case.elapsed * self._step_s[case.busy])
+        elif case.generating:
+            time.sleep((case.generating + 1) * self._step_s[self._shortest])
         try:
             yield
         finally:
-            other.join(REQUEST_TIMEOUT_S)
+            for other in others:
+                other.join(REQUEST_TIMEOUT_S)
+
+    def _occupy(self, num_tokens: int, max_tokens: int) -> None:
+        prompt = self._prompt(num_tokens)
+        self._server.prefill(prompt, SOURCE, max_tokens=max_tokens)
+
+    @property
+    def _shortest(self) -> int:
+        """Length that was warmed up."""
+        return min(self._step_s)
 
     def _prompt(self, length: int) -> list[int]:
         return [self._rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(length)]
@@ -309,9 +341,10 @@ def _cases(args: argparse.Namespace) -> list[Case]:
         helds |= {int(share * most) // size * size for share in args.shares}
         for held in helds - {0}:
             owns = {int(share * held) // size * size for share in args.own_shares}
-            found |= {(length, held, own, 0, 0.0) for own in owns if own < held}
-            found |= {(length, held, 0, busy, at) for busy in args.busy for at in args.elapsed}
-    return [Case(*key) for key in sorted(found)]
+            found |= {(length, held, own, 0, 0.0, 0) for own in owns if own < held}
+            found |= {(length, held, 0, busy, at, 0) for busy in args.busy for at in args.elapsed}
+            found |= {(length, held, 0, 0, 0.0, count) for count in args.generating}
+    return [Case(*key[:5], generating=key[5]) for key in sorted(found)]
 
 
 def _spread(samples: list[float]) -> float:
@@ -339,7 +372,7 @@ def _publish(cases: list[Case], settings: dict[str, Any], out: Path | None) -> N
                 "tokens": case.prompt,
                 "held": case.held,
                 "own": case.own,
-                "busy": f"{case.elapsed:.0%}" if case.busy else "no",
+                "source": case.source,
                 "fetch": round(case.times["fetch"] * 1e3, 2),
                 "compute": round(case.times["recompute"] * 1e3, 2),
                 "faster": case.faster,
@@ -347,7 +380,7 @@ def _publish(cases: list[Case], settings: dict[str, Any], out: Path | None) -> N
                 "loss": f"{max(map(case.loss, choices)):.1%}",
             }
         )
-    print("ms; busy: how much of its prompt the source had done; chosen: how often the fetch was")
+    print("ms; source: what it did, and how much of its prompt was done; chosen: how often a fetch")
     publish(
         "fetch_or_recompute",
         settings=settings,
@@ -394,6 +427,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--own-shares", type=float, nargs="+", default=[0.0, 0.5])
     made.add_argument("--busy", type=int, nargs="*", default=[480], help="prompts of a busy source")
     made.add_argument("--elapsed", type=float, nargs="*", default=[0.25, 0.75], help="of its time")
+    made.add_argument("--generating", type=int, nargs="*", default=[2], help="by a busy source")
     made.add_argument("--repeats", type=int, default=3, help="rounds over all cases")
     made.add_argument("--seconds", type=float, default=180.0, help="start no sample after that")
     made.add_argument("--block-size", type=int, default=32)
