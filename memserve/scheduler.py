@@ -228,8 +228,8 @@ class GlobalScheduler:
         if self._limits is not None and seat in self._members:
             block_size = self._limits.block_size
             free_tokens = (stats.free_blocks + stats.historical_blocks) * block_size
-            empty_tokens = stats.free_blocks * block_size
-            self._members.loads.set_room(seat.instance, free_tokens, empty_tokens)
+            empty_blocks = stats.free_blocks + stats.dram_blocks - stats.dram_used_blocks
+            self._members.loads.set_room(seat.instance, free_tokens, empty_blocks * block_size)
 
     def tick(self) -> None:
         """Pass over who is silent, let requests fail that waited too long, and stale entries go."""

@@ -28,7 +28,8 @@ SlotId = NewType("SlotId", int)
 
 
 COPYING_LINKS = frozenset({"shm"})
-"""Kinds of links that copy in the thread of the sender's engine, a portion between two steps."""
+"""Kinds of links that copy in the thread of the sender's engine, a portion between two steps. On a
+CPU, whose engine serves between two steps alone."""
 
 COPIED_PORTION_BYTES = 32 << 20
 """3 ms at the 10 GB/s of one core; a decode step takes ten times as long."""

@@ -9,15 +9,12 @@ and, where another instance s holds more, y' of them, the fetched form
 
     max(queue(p), fetch) + exec(x, y')                 fetch = wait(s, p) + transfer(y' - y)
 
-whichever is less: what is fetched travels while p's queue is worked off. `wait` is what the links
-of both have under way, and what keeps their hosts from serving a command: p reserves after that,
-then s begins. A CPU's host is kept by the rest of its step, and a link that copies in s's own
-thread takes a turn for each portion. A GPU's is kept only while it launches, and then serves while
-the step is computed; but of what s is computing now, for others that begin like this prompt, the
-last blocks are written when the step ends. What s has in DRAM it brings to HBM first. Last, `wait`
-has what fetches from s were late lately beyond all that (`fetch_times.py`); early they can only be
-for want of such waits, so round trips and link stay. So a hot prefix finds a second home as soon as
-queueing costs more than fetching.
+whichever is less: what is fetched travels while p's queue is worked off; what it waits for is in
+`fetch_cost.py`. So a hot prefix finds a second home as soon as queueing costs more than fetching.
+
+What p lacks takes room in its pool, computed or fetched. Where none is empty, it displaces history,
+which has to be computed again if it is asked for: as likely as tokens of the latest prompts were
+held by somebody. So one prefix does not fill all pools, to the loss of others.
 
 An instance that generates adds to its steps, for all of its n requests:
 
@@ -43,7 +40,8 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from memserve.core.cost_model import DECODE_LAUNCH, CostModel
+from memserve.core.cost_model import CostModel
+from memserve.core.fetch_cost import FetchCost, Offer, Waits
 from memserve.core.loads import Bools, Counts, Loads, Seconds
 from memserve.core.policy import (
     Demand,
@@ -55,7 +53,6 @@ from memserve.core.policy import (
     Splitting,
 )
 from memserve.core.timeline import Detail, Number
-from memserve.types import COPIED_PORTION_BYTES, COPYING_LINKS
 
 _TIE = 0.01
 _TIE_S = 50e-6
@@ -63,11 +60,10 @@ _TIE_S = 50e-6
 _FEW = 128
 """Instances up to which a dictionary is faster than arrays."""
 _MOST = np.iinfo(np.int64).max
+_REUSE_WEIGHT = 0.02
+"""Of the latest prompt."""
 _SHOWN = 3
 """Candidates of each kind that a reason shows."""
-_ROUND_TRIPS_S = 0.5e-3
-"""Of a fetch: reserving, ordering, inserting and starting, over the control channel. Measured: what
-`bench/transfer_steps.py` takes besides the link, on GPUs and on the CPU."""
 
 
 class _Fetch(msgspec.Struct, frozen=True):
@@ -98,6 +94,8 @@ class _Firsts(msgspec.Struct):
     and the followers."""
     total_s: Seconds
     """For all of them."""
+    displaced_s: Seconds
+    """Of computing again what history its KV displaces."""
     swap_s: Seconds | None
     """Of bringing to HBM what is in DRAM alone; None: nothing is, anywhere."""
     is_fetched: Bools
@@ -110,19 +108,9 @@ class _Firsts(msgspec.Struct):
         return next((fetch for fetch in reversed(self.fetches) if fetch.pays[slot]), None)
 
 
-class _Steps(msgspec.Struct, frozen=True):
-    """[instances] each: what the engines are in the middle of, as far as one can tell."""
-
-    next_s: Seconds
-    """The longest step of a prompt's that can follow on the present one."""
-    rest_s: Seconds
-    """Of the present step, if it computes a prompt."""
-    wait_s: Seconds
-    """Until the host serves a command."""
-
-
 class CostPolicy:
-    """See the module. Remembers nothing of requests; the cost model is its owner's."""
+    """See the module. Remembers how much of the latest prompts was held; the cost model is its
+    owner's."""
 
     name = "cost"
 
@@ -134,10 +122,12 @@ class CostPolicy:
         cost.transfer_s(1, link)  # raises
         self._cost = cost
         self._link = cost.profile.links[link]
-        self._is_in_turn = link in COPYING_LINKS
+        self._fetch_cost = FetchCost(cost, link)
         self.splitting = Splitting(split, can_tell=is_calibrated)
         self._eligibility = Eligibility(self.splitting)
         self._token_bytes = cost.kv_bytes(1)
+        self._reuse = 0.0
+        """The share of a prompt that somebody holds when it is placed, lately."""
 
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
@@ -160,7 +150,10 @@ class CostPolicy:
         return self._placement(loads, firsts, first, decode, explain)
 
     def placed(self, demand: Demand, placement: Placement) -> None:
-        """See `Policy`: there is nothing to remember."""
+        """See `Policy`."""
+        found = demand.reusable()
+        share = found.item(found.argmax()) / demand.num_tokens
+        self._reuse += _REUSE_WEIGHT * (share - self._reuse)
 
     # ── computing the prompt ──────────────────────────────────────────────────────────────────
 
@@ -175,13 +168,15 @@ class CostPolicy:
         num_followers = _followers(loads, can)
         num_waiting = loads.num_delayed + (1 + num_followers)
         ahead_s = queue_s if demand.ahead_s is None else queue_s + demand.ahead_s
+        displaced_s = self._displaced_s(demand, cached, loads)
         firsts = _Firsts(
             cached=cached,
             queue_s=ahead_s,
             exec_s=exec_s,
             num_followers=num_followers,
             num_waiting=num_waiting,
-            total_s=ahead_s + exec_s * num_waiting,
+            total_s=ahead_s + exec_s * num_waiting + displaced_s,
+            displaced_s=displaced_s,
             swap_s=swap_s,
             is_fetched=np.zeros(len(cached), bool),
             fetches=[],
@@ -189,6 +184,13 @@ class CostPolicy:
         if demand.may_fetch:
             self._fetch(firsts, queue_s, demand, loads, can)
         return firsts
+
+    def _displaced_s(self, demand: Demand, cached: Counts, loads: Loads) -> Seconds:
+        """[instances] Whatever way the rest comes: by computing it, or from another instance."""
+        displaced = np.maximum(demand.num_tokens - cached - loads.empty_tokens, 0)
+        all_s = loads.each_s(lambda cost: cost.exec_s(demand.num_tokens))
+        displaced_s: Seconds = displaced * all_s * (self._reuse / demand.num_tokens)
+        return displaced_s
 
     def _swap_s(self, demand: Demand) -> Seconds:
         sizes = (demand.dram_tokens * self._token_bytes).tolist()
@@ -203,12 +205,13 @@ class CostPolicy:
         sources = self._sources(usable, demand, loads, is_swapping=firsts.swap_s is not None)
         if not sources:
             return
-        steps = _steps(queue_s, loads, serves_inside=not self._is_in_turn)
+        waits = self._fetch_cost.waits(queue_s, loads)
         for source in sources:
             num_tokens, num_dram = usable.item(source), demand.dram_tokens.item(source)
-            self._consider(firsts, steps, source, num_tokens, num_dram, demand, loads)
+            self._consider(firsts, Offer(source, num_tokens, num_dram), waits, demand, loads)
             if 0 < num_dram < num_tokens:
-                self._consider(firsts, steps, source, num_tokens - num_dram, 0, demand, loads)
+                in_hbm = Offer(source, num_tokens - num_dram, 0)
+                self._consider(firsts, in_hbm, waits, demand, loads)
 
     def _sources(
         self, usable: Counts, demand: Demand, loads: Loads, *, is_swapping: bool
@@ -229,39 +232,20 @@ class CostPolicy:
         return [best] if other == best else [best, other]
 
     def _consider(
-        self,
-        firsts: _Firsts,
-        steps: _Steps,
-        source: int,
-        num_tokens: int,
-        num_dram: int,
-        demand: Demand,
-        loads: Loads,
+        self, firsts: _Firsts, offer: Offer, waits: Waits, demand: Demand, loads: Loads
     ) -> None:
-        """Let those fetch from this source whom it makes faster. Mutates `firsts`."""
+        """Let those fetch it whom that makes faster. Mutates `firsts`."""
+        source, num_tokens = offer.source, offer.num_tokens
         missing = num_tokens - firsts.cached  # below 0: it does not pay, whatever it takes
-        under_way = np.maximum(loads.sending_bytes[source], loads.receiving_bytes)
-        size_bytes = missing * self._token_bytes + under_way
-        link_s = size_bytes / self._link.bytes_per_s
-        round_s = _ROUND_TRIPS_S + self._link.fixed_s
-        step_s = (
-            loads.decode_s.item(source) + steps.next_s.item(source) if self._is_in_turn else 0.0
+        known_s, least_s = self._fetch_cost.seconds(
+            offer, missing, waits, firsts.swap_s, demand, loads
         )
-        before_s = round_s + steps.wait_s.item(source)
-        if num_dram and firsts.swap_s is not None:
-            before_s += firsts.swap_s.item(source) + step_s
-        if not self._is_in_turn and _is_coming(num_tokens, source, demand):
-            before_s += steps.rest_s.item(source)
-        known_s = link_s + steps.wait_s + before_s
-        if step_s:
-            known_s = known_s + size_bytes // COPIED_PORTION_BYTES * step_s
-        if firsts.swap_s is not None:  # both bring theirs first, between two steps
-            known_s = known_s + firsts.swap_s
         fetch_s = known_s
         if late_s := loads.fetch_times.late_s(source, demand.now):
-            fetch_s = np.maximum(known_s + late_s, link_s + round_s)
+            fetch_s = np.maximum(known_s + late_s, least_s)
         exec_s = loads.each_s(lambda cost: cost.exec_s(demand.num_tokens, num_tokens))
         total_s = np.maximum(firsts.queue_s, fetch_s) + exec_s * firsts.num_waiting
+        total_s += firsts.displaced_s
         pays = (missing > 0) & (total_s < firsts.total_s)
         if not np.count_nonzero(pays):
             return
@@ -373,27 +357,6 @@ def _exec_many_s(num_tokens: int, cached: Counts, cost: CostModel) -> Seconds:
     return exec_s
 
 
-def _steps(queue_s: Seconds, loads: Loads, *, serves_inside: bool) -> _Steps:
-    """`queue_s`: of what was placed there. `serves_inside`: commands, once a step is launched."""
-    chunk_s = loads.each_s(lambda cost: cost.exec_s(cost.profile.chunk_tokens))
-    # The last step of a prompt ends with the queue; of others, half is left on average.
-    is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
-    rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
-    next_s = np.where(is_last, 0.0, np.minimum(queue_s, chunk_s))
-    if not serves_inside:
-        return _Steps(next_s, rest_s, rest_s + loads.decode_s / 2)
-    launch_s = loads.each_s(lambda cost: cost.launch_s(cost.profile.chunk_tokens))
-    # A command that comes at any time meets a launch by its share, and then waits for half of it.
-    launching_s = np.minimum(rest_s, launch_s**2 / (2 * chunk_s))
-    return _Steps(next_s, rest_s, launching_s + loads.decode_s * DECODE_LAUNCH**2 / 2)
-
-
-def _is_coming(num_tokens: int, source: int, demand: Demand) -> bool:
-    """Whether the source may be computing the last of these tokens just now."""
-    coming = demand.coming_tokens
-    return coming is not None and coming.item(source) >= num_tokens
-
-
 def _first_terms(slot: int, firsts: _Firsts, loads: Loads) -> dict[str, Number]:
     """What computing the prompt there was reckoned to take."""
     fetch = firsts.fetch_of(slot)
@@ -404,6 +367,8 @@ def _first_terms(slot: int, firsts: _Firsts, loads: Loads) -> dict[str, Number]:
         "exec_s": (firsts if fetch is None else fetch).exec_s.item(slot),
         "total_s": firsts.total_s.item(slot),
     }
+    if displaced_s := firsts.displaced_s.item(slot):
+        terms["displaced_s"] = displaced_s
     if fetch is not None:
         terms["fetch_from"] = loads.instances[fetch.source]
         terms["fetch_tokens"] = fetch.num_tokens

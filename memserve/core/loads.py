@@ -88,7 +88,7 @@ class Loads:
         self.free_tokens: Counts = np.full(count, _UNKNOWN, np.int64)
         """Room for KV, history that can be evicted included, by the last heartbeat."""
         self.empty_tokens: Counts = np.full(count, _UNKNOWN, np.int64)
-        """Of that: room that holds nothing."""
+        """Room that holds nothing, in DRAM too: what comes displaces no history."""
         self.sending_bytes: Counts = np.zeros(count, np.int64)
         self.receiving_bytes: Counts = np.zeros(count, np.int64)
         self.num_owed: Counts = np.zeros(count, np.int64)
@@ -181,7 +181,7 @@ class Loads:
         self.num_delayed[slot] = num_decoding + self.num_fetching[slot]
 
     def set_room(self, instance: InstanceId, free_tokens: int, empty_tokens: int) -> None:
-        """What a heartbeat said of the pool."""
+        """What a heartbeat said of the pool, and of what is beneath it."""
         slot = self.slots[instance]
         self.free_tokens[slot] = free_tokens
         self.empty_tokens[slot] = empty_tokens

@@ -3,8 +3,8 @@
 Each instance has one way out and one way in, at the bandwidth of the profile's link; what goes to
 or comes from several peers at once takes turns. A link of a kind in `COPYING_LINKS` is worked by
 the sender's own thread, which computes nothing meanwhile; others work beside it, and their end is
-noticed between two steps. Collaborators: `workers/transfer.py` uses it as any other link;
-`worker.py` makes it.
+noticed when a command would be served. Collaborators: `workers/transfer.py` uses it as any other
+link; `worker.py` makes it.
 """
 
 from __future__ import annotations

@@ -175,6 +175,35 @@ def test_a_fetch_waits_for_the_steps_that_both_engines_are_in() -> None:
     assert waits[1] - waits[0] == pytest.approx(steps_s, abs=2e-6)
 
 
+def test_a_prefix_finds_no_second_home_where_it_displaces_what_is_asked_for() -> None:
+    for empty, share, first in (
+        (1000, 1.0, "P1"),
+        (0, 0.0, "P1"),
+        (0, 1.0, "P0"),
+        (991, 1.0, "P1"),
+    ):
+        cluster = Cluster("P0", "P1", "D0")
+        held = cluster.demand(cached={"P0": int(share * 992)})
+        for _ in range(300):
+            cluster.policy.placed(held, cluster.policy.place(held, cluster.loads))
+        cluster.queue("P0", 400)
+        cluster.loads.set_room(InstanceId("P1"), free_tokens=10**6, empty_tokens=empty)
+        placement = cluster.place(cached={"P0": 992})
+        assert placement.first == first, (empty, share)
+        assert ("displaced_s" in terms(placement, "P1")) == (empty < 1000 and share > 0)
+
+
+def test_what_is_displaced_costs_what_computing_it_again_will() -> None:
+    cluster = Cluster("P0", "P1", "D0")
+    held = cluster.demand(cached={"P0": 500})
+    for _ in range(1000):
+        cluster.policy.placed(held, cluster.policy.place(held, cluster.loads))
+    cluster.loads.set_room(InstanceId("P1"), free_tokens=10**6, empty_tokens=200)
+    displaced_s = terms(cluster.place(cached={"P1": 400}), "P1")["displaced_s"]
+    lost = (1000 - 400 - 200) / 1000
+    assert displaced_s == pytest.approx(lost * 0.5 * cluster.cost.exec_s(1000), rel=0.01)
+
+
 TRIPS_S = 0.5e-3
 """What a fetch takes where nobody has anything else to do, and the link takes no time."""
 
