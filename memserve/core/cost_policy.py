@@ -188,8 +188,9 @@ class CostPolicy:
     def _displaced_s(self, demand: Demand, cached: Counts, loads: Loads) -> Seconds:
         """[instances] Whatever way the rest comes: by computing it, or from another instance."""
         displaced = np.maximum(demand.num_tokens - cached - loads.empty_tokens, 0)
-        all_s = loads.each_s(lambda cost: cost.exec_s(demand.num_tokens))
-        displaced_s: Seconds = displaced * all_s * (self._reuse / demand.num_tokens)
+        share = self._reuse / demand.num_tokens
+        token_s = loads.each_s(lambda cost: cost.exec_s(demand.num_tokens) * share)
+        displaced_s: Seconds = displaced * token_s
         return displaced_s
 
     def _swap_s(self, demand: Demand) -> Seconds:

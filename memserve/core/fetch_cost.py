@@ -42,10 +42,8 @@ class Offer(msgspec.Struct, frozen=True):
 class Waits(msgspec.Struct, frozen=True):
     """[instances] each: what the engines are in the middle of, as far as one can tell."""
 
-    next_s: Seconds
-    """The longest step of a prompt's that can follow on the present one."""
-    rest_s: Seconds
-    """Of the present step, if it computes a prompt."""
+    queue_s: Seconds
+    """Of what was placed there."""
     served_s: Seconds
     """Until the host serves a command."""
 
@@ -60,17 +58,11 @@ class FetchCost:
 
     def waits(self, queue_s: Seconds, loads: Loads) -> Waits:
         """`queue_s`: of what was placed there."""
-        chunk_s = loads.each_s(lambda cost: cost.exec_s(cost.profile.chunk_tokens))
-        # The last step of a prompt ends with the queue; of others, half is left on average.
-        is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
-        rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
-        next_s = np.where(is_last, 0.0, np.minimum(queue_s, chunk_s))
         if self._is_in_turn:
-            return Waits(next_s, rest_s, rest_s + loads.decode_s / 2)
-        launch_s = loads.each_s(lambda cost: cost.launch_s(cost.profile.chunk_tokens))
-        # A command that comes at any time meets a launch by its share, and waits for half of it.
-        launching_s = np.minimum(rest_s, launch_s**2 / (2 * chunk_s))
-        return Waits(next_s, rest_s, launching_s + loads.decode_s * DECODE_LAUNCH**2 / 2)
+            rest_s, _ = _steps(queue_s, loads)
+            return Waits(queue_s, rest_s + loads.decode_s / 2)
+        launching_s = np.minimum(queue_s, loads.each_s(_launching_s))
+        return Waits(queue_s, launching_s + loads.decode_s * (DECODE_LAUNCH**2 / 2))
 
     def seconds(
         self,
@@ -90,20 +82,40 @@ class FetchCost:
         under_way = np.maximum(loads.sending_bytes[source], loads.receiving_bytes)
         size_bytes = missing * self._token_bytes + under_way
         least_s = size_bytes / self._link.bytes_per_s + (_ROUND_TRIPS_S + self._link.fixed_s)
+        source_s = waits.served_s.item(source)
         step_s = 0.0  # of the source, after the present one
         if self._is_in_turn:
-            step_s = loads.decode_s.item(source) + waits.next_s.item(source)
-        source_s = waits.served_s.item(source)
+            _, next_s = _steps(waits.queue_s, loads)
+            step_s = loads.decode_s.item(source) + next_s.item(source)
+        elif _is_coming(offer, demand):
+            rest_s, _ = _steps(waits.queue_s, loads)
+            source_s += rest_s.item(source)
         if offer.num_dram and swap_s is not None:
             source_s += swap_s.item(source) + step_s
-        if not self._is_in_turn and _is_coming(offer, demand):
-            source_s += waits.rest_s.item(source)
         known_s = least_s + waits.served_s + source_s
         if step_s:
             known_s = known_s + size_bytes // COPIED_PORTION_BYTES * step_s
         if swap_s is not None:
             known_s = known_s + swap_s
         return known_s, least_s
+
+
+def _steps(queue_s: Seconds, loads: Loads) -> tuple[Seconds, Seconds]:
+    """[instances] The rest of the present step, if it computes a prompt, and the longest one of a
+    prompt's that can follow."""
+    chunk_s = loads.each_s(lambda cost: cost.exec_s(cost.profile.chunk_tokens))
+    # The last step of a prompt ends with the queue; of others, half is left on average.
+    is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
+    rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
+    return rest_s, np.where(is_last, 0.0, np.minimum(queue_s, chunk_s))
+
+
+def _launching_s(cost: CostModel) -> float:
+    """A command that comes at any time in a long step meets its launch by that one's share, and
+    waits for half of it."""
+    chunk = cost.profile.chunk_tokens
+    mean_s: float = cost.launch_s(chunk) ** 2 / (2 * cost.exec_s(chunk))
+    return mean_s
 
 
 def _is_coming(offer: Offer, demand: Demand) -> bool:
