@@ -21,7 +21,8 @@ chosen way's time is above that of the better. A case is right, and loses, as mo
 The profile should be calibrated; `--profile` takes one, else the one in force is used.
 
 `--replay RESULT` measures nothing: of the cases of an earlier run it tells what the policy of today
-chooses, by `--profile` and what that run's requests teach, in order (`_fetch_replay.py`).
+chooses, by `--profile` and what that run's requests teach, in order (`_fetch_replay.py`). On GPUs
+that says little of busy sources in runs before ADR 0033, from which fetches took longer.
 """
 
 from __future__ import annotations
