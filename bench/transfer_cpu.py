@@ -70,7 +70,7 @@ def geometry(layout: str) -> Geometry:
 class NoSteps:
     """Of an engine that computes nothing: see `engine_pool.Steps`."""
 
-    num_launched = num_ended = 0
+    composed, num_ended = None, 0
 
 
 class Side:

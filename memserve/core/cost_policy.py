@@ -28,7 +28,7 @@ each of them. Idle instances may compute one prefix twice to save a moment; with
 is better queued for, or fetched.
 
 The least sum wins. Instances whose pool has no room for the request count only if none has. Near
-ties go to who need not fetch, then to the fewest requests, then to the emptiest pool. Busy
+ties go to who need not fetch, then to the fewest requests, then to the most empty room. Busy
 instances count as others do: their queues, and what waits for them at the scheduler, are in it.
 """
 
@@ -60,8 +60,8 @@ _TIE_S = 50e-6
 _FEW = 128
 """Instances up to which a dictionary is faster than arrays."""
 _MOST = np.iinfo(np.int64).max
-_REUSE_WEIGHT = 0.02
-"""Of the latest prompt."""
+_LATEST = 0.02
+"""Weight of the latest prompt among those that are remembered."""
 _SHOWN = 3
 """Candidates of each kind that a reason shows."""
 
@@ -126,8 +126,9 @@ class CostPolicy:
         self.splitting = Splitting(split, can_tell=is_calibrated)
         self._eligibility = Eligibility(self.splitting)
         self._token_bytes = cost.kv_bytes(1)
-        self._reuse = 0.0
-        """The share of a prompt that somebody holds when it is placed, lately."""
+        self._held = self._asked = 0.0
+        """Tokens of the latest prompts, in the mean: those that somebody held when they were
+        placed, and all."""
 
     def place(self, demand: Demand, loads: Loads) -> Placement:
         """See `Policy`."""
@@ -152,8 +153,8 @@ class CostPolicy:
     def placed(self, demand: Demand, placement: Placement) -> None:
         """See `Policy`."""
         found = demand.reusable()
-        share = found.item(found.argmax()) / demand.num_tokens
-        self._reuse += _REUSE_WEIGHT * (share - self._reuse)
+        self._held += _LATEST * (found.item(found.argmax()) - self._held)
+        self._asked += _LATEST * (demand.num_tokens - self._asked)
 
     # ── computing the prompt ──────────────────────────────────────────────────────────────────
 
@@ -188,9 +189,9 @@ class CostPolicy:
     def _displaced_s(self, demand: Demand, cached: Counts, loads: Loads) -> Seconds:
         """[instances] Whatever way the rest comes: by computing it, or from another instance."""
         displaced = np.maximum(demand.num_tokens - cached - loads.empty_tokens, 0)
-        share = self._reuse / demand.num_tokens
-        token_s = loads.each_s(lambda cost: cost.exec_s(demand.num_tokens) * share)
-        displaced_s: Seconds = displaced * token_s
+        reuse = self._held / self._asked if self._asked else 0.0
+        all_s = loads.each_s(lambda cost: cost.exec_s(demand.num_tokens))
+        displaced_s: Seconds = displaced * all_s * (reuse / max(demand.num_tokens, 1))
         return displaced_s
 
     def _swap_s(self, demand: Demand) -> Seconds:
@@ -209,10 +210,13 @@ class CostPolicy:
         waits = self._fetch_cost.waits(queue_s, loads)
         for source in sources:
             num_tokens, num_dram = usable.item(source), demand.dram_tokens.item(source)
-            self._consider(firsts, Offer(source, num_tokens, num_dram), waits, demand, loads)
+            coming = 0 if demand.coming_tokens is None else demand.coming_tokens.item(source)
+            offer = Offer(source, num_tokens, num_dram, coming >= num_tokens)
+            self._consider(firsts, offer, waits, demand, loads)
             if 0 < num_dram < num_tokens:
-                in_hbm = Offer(source, num_tokens - num_dram, 0)
-                self._consider(firsts, in_hbm, waits, demand, loads)
+                in_hbm = num_tokens - num_dram
+                offer = Offer(source, in_hbm, 0, coming >= in_hbm)
+                self._consider(firsts, offer, waits, demand, loads)
 
     def _sources(
         self, usable: Counts, demand: Demand, loads: Loads, *, is_swapping: bool
@@ -238,9 +242,7 @@ class CostPolicy:
         """Let those fetch it whom that makes faster. Mutates `firsts`."""
         source, num_tokens = offer.source, offer.num_tokens
         missing = num_tokens - firsts.cached  # below 0: it does not pay, whatever it takes
-        known_s, least_s = self._fetch_cost.seconds(
-            offer, missing, waits, firsts.swap_s, demand, loads
-        )
+        known_s, least_s = self._fetch_cost.seconds(offer, missing, waits, firsts.swap_s, loads)
         fetch_s = known_s
         if late_s := loads.fetch_times.late_s(source, demand.now):
             fetch_s = np.maximum(known_s + late_s, least_s)

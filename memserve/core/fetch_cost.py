@@ -2,11 +2,12 @@
 
     known = round trips + wait(p) + wait(s) + transfer(bytes, and what the links have under way)
 
-p reserves when its host serves the command, then s begins when its own does. A CPU's host is kept
-by the rest of its step, and a link that copies in s's own thread takes a turn for each portion. A
-GPU's is kept only while it launches, and then serves while the step is computed; but of what s is
-computing now, for others that begin like this prompt, the last blocks are written when the step
-ends. What s has in DRAM it brings to HBM first, and so does p.
+A CPU's host is kept by the rest of its step: p reserves after that, and then s begins. A link that
+copies in s's own thread is done at once, but takes a turn for each portion; of another one's end s
+hears a step later. A GPU's host is kept only while it launches, and then serves while the step is
+computed: p reserves and inserts, s begins and hears of the end. But of what s is computing now, for
+others that begin like this prompt, the last blocks are written when the step ends. What either has
+in DRAM it brings to HBM first.
 
 What fetches from s were late lately beyond all that comes on top (`fetch_times.py`); early they can
 only be for want of such waits, so round trips and link are the least.
@@ -21,7 +22,6 @@ import numpy as np
 
 from memserve.core.cost_model import DECODE_LAUNCH, CostModel
 from memserve.core.loads import Counts, Loads, Seconds
-from memserve.core.policy import Demand
 from memserve.types import COPIED_PORTION_BYTES, COPYING_LINKS
 
 _ROUND_TRIPS_S = 0.5e-3
@@ -37,6 +37,8 @@ class Offer(msgspec.Struct, frozen=True):
     """Leading ones that will be there."""
     num_dram: int
     """Of those: in the source's DRAM alone."""
+    is_coming: bool
+    """Whether the source may be computing the last of them just now."""
 
 
 class Waits(msgspec.Struct, frozen=True):
@@ -45,7 +47,7 @@ class Waits(msgspec.Struct, frozen=True):
     queue_s: Seconds
     """Of what was placed there."""
     served_s: Seconds
-    """Until the host serves a command."""
+    """Until the host has served what a fetch asks of it."""
 
 
 class FetchCost:
@@ -53,25 +55,20 @@ class FetchCost:
 
     def __init__(self, cost: CostModel, link: str) -> None:
         self._link = cost.profile.links[link]
-        self._is_in_turn = link in COPYING_LINKS
+        self._copies_in_turn = link in COPYING_LINKS
+        self._serves_inside = not cost.profile.is_on_cpu
         self._token_bytes = cost.kv_bytes(1)
 
     def waits(self, queue_s: Seconds, loads: Loads) -> Waits:
         """`queue_s`: of what was placed there."""
-        if self._is_in_turn:
+        if not self._serves_inside:
             rest_s, _ = _steps(queue_s, loads)
             return Waits(queue_s, rest_s + loads.decode_s / 2)
         launching_s = np.minimum(queue_s, loads.each_s(_launching_s))
-        return Waits(queue_s, launching_s + loads.decode_s * (DECODE_LAUNCH**2 / 2))
+        return Waits(queue_s, 2 * launching_s + loads.decode_s * DECODE_LAUNCH**2)
 
     def seconds(
-        self,
-        offer: Offer,
-        missing: Counts,
-        waits: Waits,
-        swap_s: Seconds | None,
-        demand: Demand,
-        loads: Loads,
+        self, offer: Offer, missing: Counts, waits: Waits, swap_s: Seconds | None, loads: Loads
     ) -> tuple[Seconds, Seconds]:
         """[instances] What fetching it is known to take, and the least that it can.
 
@@ -84,17 +81,18 @@ class FetchCost:
         least_s = size_bytes / self._link.bytes_per_s + (_ROUND_TRIPS_S + self._link.fixed_s)
         source_s = waits.served_s.item(source)
         step_s = 0.0  # of the source, after the present one
-        if self._is_in_turn:
+        if not self._serves_inside:
             _, next_s = _steps(waits.queue_s, loads)
             step_s = loads.decode_s.item(source) + next_s.item(source)
-        elif _is_coming(offer, demand):
+        elif offer.is_coming:
             rest_s, _ = _steps(waits.queue_s, loads)
             source_s += rest_s.item(source)
         if offer.num_dram and swap_s is not None:
             source_s += swap_s.item(source) + step_s
         known_s = least_s + waits.served_s + source_s
         if step_s:
-            known_s = known_s + size_bytes // COPIED_PORTION_BYTES * step_s
+            turns = size_bytes // COPIED_PORTION_BYTES if self._copies_in_turn else 1
+            known_s = known_s + turns * step_s
         if swap_s is not None:
             known_s = known_s + swap_s
         return known_s, least_s
@@ -111,14 +109,8 @@ def _steps(queue_s: Seconds, loads: Loads) -> tuple[Seconds, Seconds]:
 
 
 def _launching_s(cost: CostModel) -> float:
-    """A command that comes at any time in a long step meets its launch by that one's share, and
-    waits for half of it."""
+    """What a command waits on average that comes at any time of a long step: it meets the launch by
+    that one's share, and then waits for half of it."""
     chunk = cost.profile.chunk_tokens
     mean_s: float = cost.launch_s(chunk) ** 2 / (2 * cost.exec_s(chunk))
     return mean_s
-
-
-def _is_coming(offer: Offer, demand: Demand) -> bool:
-    """Whether the source may be computing the last of these tokens just now."""
-    coming = demand.coming_tokens
-    return coming is not None and coming.item(offer.source) >= offer.num_tokens

@@ -1,8 +1,8 @@
 """What fetches from each source take beyond what is known of them: learnt as they go.
 
 Pure arithmetic. `scheduler.py` tells every fetch that has ended, or was given up; `cost_policy.py`
-adds `late_s` to its next prediction. The terms that it knows (round trips, the rest of both
-engines' steps, the link) are the same for all pairs of instances; what they leave out (a source on
+adds `late_s` to its next prediction. The terms that it knows (round trips, what both engines are in
+the middle of, the link) are the same for all pairs of instances; what they leave out (a source on
 a slower core, an engine between two steps for longer) shows here, and is added as a constant: the
 median of the last few, for some meet a step that nobody could foresee, and say nothing of the next.
 """

@@ -76,12 +76,9 @@ class Step(msgspec.Struct, eq=False):
         return self.begun + self.seconds(self.num_steps)
 
     def served_at(self, now: float) -> float:
-        """When a command is served that comes now: at the present step's end at the latest."""
-        elapsed = now - self.begun
-        last = self.num_steps - 1
-        ended = next((n for n in range(last) if self.seconds(n + 1) >= elapsed), last)
-        launched = self.begun + self.seconds(ended) + self.launch_s
-        return min(max(now, launched), self.begun + self.seconds(ended + 1))
+        """When a command is served that comes now, after `cut`: at the end at the latest."""
+        launched = self.begun + self.seconds(self.num_steps - 1) + self.launch_s
+        return min(max(now, launched), self.end)
 
     def cut(self, now: float) -> bool:
         """End with the step that runs now. Returns whether that is earlier than planned."""

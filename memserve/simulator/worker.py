@@ -2,11 +2,11 @@
 
 The pool, the index, reservations, pins and what is said about them are the worker's own code
 (`workers/mempool.py`, `transfer.py`, `index_reports.py`, `records.py`); only the engine and the
-wires are simulated. As in `workers/engine_loop.py`, everything happens between the engine's steps:
+wires are simulated. As in `workers/engine_loop.py`, one thread does everything:
 
     commands ─▶ links ─▶ one step (or several of decoding alone) ─▶ Tokens, CacheChanged, Finished
 
-so that a command waits for the end of the step that runs when it arrives. A step on a GPU is
+On a CPU a command waits for the end of the step that runs when it arrives. A step on a GPU is
 launched long before it has been computed; from then on commands are served inside it.
 """
 

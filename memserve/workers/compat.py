@@ -240,8 +240,8 @@ class Engine:
         """
         with _one_gloo_device():
             self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        self._outputs = StepOutputs(self._core.model_executor)
         self._scheduler: Any = self._core.scheduler
+        self._outputs = StepOutputs(self._core.model_executor, self._scheduler)
         self._loras = {lora.name: self._load(lora) for lora in loras}
 
     def _load(self, lora: Lora) -> LoRARequest:
@@ -262,7 +262,7 @@ class Engine:
 
     @property
     def steps(self) -> StepOutputs:
-        """Which steps were launched, and which have ended."""
+        """Which step is being scheduled, and which have ended."""
         return self._outputs
 
     @property

@@ -50,10 +50,14 @@ class Steps(Protocol):
     `step_outputs.StepOutputs`."""
 
     @property
-    def num_launched(self) -> int: ...
+    def composed(self) -> int | None:
+        """Number of the step that is being scheduled; None outside of that."""
+        ...
 
     @property
-    def num_ended(self) -> int: ...
+    def num_ended(self) -> int:
+        """The steps up to this number have ended."""
+        ...
 
 
 class EnginePool:
@@ -111,11 +115,9 @@ class EnginePool:
         self._to_front(block_ids)
 
     def when_written(self, block_ids: Sequence[BlockId]) -> Callable[[], bool]:
-        """Not for a call from inside the engine's scheduling: its step has no number yet."""
         wanted = set(block_ids)
         numbers = [n for n, written in self._unwritten.items() if not wanted.isdisjoint(written)]
-        # What vLLM publishes between two steps was computed by one of those before.
-        last = min(max(numbers, default=0), self._steps.num_launched)
+        last = max(numbers, default=0)
         return lambda: self._steps.num_ended >= last
 
     def counts(self) -> BlockCounts:
@@ -147,11 +149,16 @@ class EnginePool:
     # ── helpers ───────────────────────────────────────────────────────────────────────────────
 
     def _note_unwritten(self, block_ids: Iterable[BlockId]) -> None:
-        """The engine has published these: the step that it is scheduling writes them."""
+        """The engine has published these: the step that it is scheduling writes them.
+
+        What it publishes outside of that, with the output of a step, is written.
+        """
+        if (composed := self._steps.composed) is None:
+            return
         ended = self._steps.num_ended
         for number in [number for number in self._unwritten if number <= ended]:
             del self._unwritten[number]
-        self._unwritten.setdefault(self._steps.num_launched + 1, set()).update(block_ids)
+        self._unwritten.setdefault(composed, set()).update(block_ids)
 
     def _blocks(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
         blocks = self._pool.blocks
@@ -297,7 +304,8 @@ def observe_pool(
 ) -> None:
     """Tell the observer from now on which blocks the pool hashes, and which lose their hash.
 
-    `note` is told before it of the blocks that are hashed.
+    `note` is told of the blocks that are hashed, and first: the observer may retract some of them,
+    and publish them later.
 
     The four public calls through which that happens are wrapped, on this one pool; the observer is
     told when a call is complete, so that it may call the pool itself. vLLM's own event queue would

@@ -31,11 +31,18 @@ class StepExecutor(Protocol):
     sample_tokens: Callable[..., Any]
 
 
+class StepScheduler(Protocol):
+    """What is wrapped of vLLM's scheduler."""
+
+    schedule: Callable[..., Any]
+
+
 class StepOutputs:
     """The steps of one executor, which are launched and end in the same order. Not thread-safe."""
 
-    def __init__(self, executor: StepExecutor) -> None:
+    def __init__(self, executor: StepExecutor, scheduler: StepScheduler) -> None:
         """From now on the executor's futures are this one's."""
+        self._composed: int | None = None
         self._num_launched = 0
         self._num_ended = 0
         self._serve: Callable[[], None] | None = None
@@ -43,6 +50,7 @@ class StepOutputs:
         self._arrived_fd = -1
         executor.execute_model = self._launching(executor.execute_model)
         executor.sample_tokens = self._sampling(executor.sample_tokens)
+        scheduler.schedule = self._composing(scheduler.schedule)
 
     def serve_while_waiting(self, serve: Callable[[], None]) -> int:
         """Call `serve` over and over while an output is awaited.
@@ -56,13 +64,13 @@ class StepOutputs:
         return self._arrived_fd
 
     @property
-    def num_launched(self) -> int:
-        """Steps so far; the next one has the next number."""
-        return self._num_launched
+    def composed(self) -> int | None:
+        """Number of the step that is being scheduled, from 1 on; None outside of that."""
+        return self._composed
 
     @property
     def num_ended(self) -> int:
-        """Of those: the first so many."""
+        """The steps up to this number have ended."""
         return self._num_ended
 
     def fence(self) -> Callable[[], bool]:
@@ -90,6 +98,18 @@ class StepOutputs:
             return _Output(self, output, self._num_launched)
 
         return launch
+
+    def _composing(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """What it schedules is launched next."""
+
+        def compose(*args: Any, **kwargs: Any) -> Any:
+            self._composed = self._num_launched + 1
+            try:
+                return schedule(*args, **kwargs)
+            finally:
+                self._composed = None
+
+        return compose
 
     def _sampling(self, sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
         """Its tokens are of the step that was launched last."""

@@ -83,12 +83,29 @@ class FakeExecutor:
         return future
 
 
+class FakeScheduler:
+    """Notes for which step it is asked."""
+
+    def __init__(self) -> None:
+        self.outputs: StepOutputs | None = None
+        self.asked: list[int | None] = []
+
+    def schedule(self, *, fails: bool = False) -> str:
+        assert self.outputs is not None
+        self.asked.append(self.outputs.composed)
+        if fails:
+            raise RuntimeError("no schedule")
+        return "scheduled"
+
+
 class Rig:
     """An executor, and steps of it as vLLM's core makes them."""
 
     def __init__(self, kind: str) -> None:
         self.executor = FakeExecutor(kind)
-        self.outputs = StepOutputs(self.executor)
+        self.scheduler = FakeScheduler()
+        self.outputs = StepOutputs(self.executor, self.scheduler)
+        self.scheduler.outputs = self.outputs
         self.turns: list[str] = []
         """What each turn of serving saw."""
         self.fd = self.outputs.serve_while_waiting(self._serve)
@@ -139,6 +156,18 @@ def test_a_step_has_ended_when_its_output_was_taken(rig: Rig) -> None:
     later.arrive()
     second.result()
     assert [before(), both()] == [True, True]
+
+
+def test_a_step_has_its_number_while_it_is_scheduled(rig: Rig) -> None:
+    assert rig.outputs.composed is None
+    assert rig.scheduler.schedule() == "scheduled"
+    _, answer = rig.launch()
+    rig.scheduler.schedule()
+    with pytest.raises(RuntimeError, match="no schedule"):
+        rig.scheduler.schedule(fails=True)
+    assert rig.scheduler.asked == [1, 2, 2]
+    assert rig.outputs.composed is None
+    answer.arrive()
 
 
 def test_what_breaks_a_step_is_raised_where_vllm_asks(rig: Rig) -> None:

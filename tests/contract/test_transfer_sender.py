@@ -211,6 +211,18 @@ def test_history_does_not_wait_for_the_steps_of_others() -> None:
     fetch.pair.check(fetch.tokens)
 
 
+def test_what_is_published_with_a_step_s_output_is_written() -> None:
+    """As vLLM does with generated tokens under asynchronous scheduling: another step runs then."""
+    fetch = Fetch(num_computed=12)
+    p = fetch.pair.p
+    p.compute("known", prompt(12))
+    p.compute("busy", prompt(8, seed=1))
+    assert p.extend("busy", prompt(16, seed=1))
+    assert p.engine.generate("known", fetch.tokens[12:])
+    fetch.order()
+    assert p.only(Sent).num_blocks == 4
+
+
 def test_what_the_receiver_holds_already_is_not_waited_for() -> None:
     fetch = Fetch(num_in_flight=4)
     fetch.pair.d.compute("known", fetch.tokens)

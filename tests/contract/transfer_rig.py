@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
-import msgspec
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
@@ -77,11 +77,21 @@ def lora_of(namespace: Namespace) -> LoRARequest | None:
     return None if name is None else LoRARequest(name, 1, f"/adapters/{name}")
 
 
-class FakeSteps(msgspec.Struct):
-    """Of an engine: see `engine_pool.Steps`. As it is, of one whose steps end at once."""
+class FakeSteps:
+    """Of an engine: see `engine_pool.Steps`."""
 
-    num_launched: int = 0
-    num_ended: int = 0
+    def __init__(self) -> None:
+        self.composed: int | None = None
+        self.num_launched = 0
+        self.num_ended = 0
+
+    @contextmanager
+    def scheduling(self) -> Iterator[None]:
+        """The next step, which is launched then."""
+        self.composed = self.num_launched + 1
+        yield
+        self.composed = None
+        self.num_launched += 1
 
 
 def make_pool(
@@ -266,11 +276,11 @@ class Node:
 
         Its step is over when those are that were in flight before.
         """
-        hits = self.engine.start(request_id, tokens, namespace)
+        with self.steps.scheduling():
+            hits = self.engine.start(request_id, tokens, namespace)
+        if not self.in_flight:
+            self.end_step()
         if hits is not None:
-            self.steps.num_launched += 1
-            if not self.in_flight:
-                self.end_step()
             for index in range(hits, len(tokens) // BLOCK_SIZE):
                 block_id = self.engine.running[request_id][index]
                 self._write(block_id, kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3))
@@ -281,9 +291,10 @@ class Node:
         scheduling does: the index has its blocks now, and their KV is there when the step has
         ended. False: there is no room."""
         known = len(self.engine.tokens(request_id))
-        if not self.engine.generate(request_id, tokens[known:]):
+        with self.steps.scheduling():
+            has_room = self.engine.generate(request_id, tokens[known:])
+        if not has_room:
             return False
-        self.steps.num_launched += 1
         for index in range(known // BLOCK_SIZE, len(tokens) // BLOCK_SIZE):
             block_id = self.engine.running[request_id][index]
             self.in_flight[block_id] = kv_of(tokens[: (index + 1) * BLOCK_SIZE], 3)

@@ -140,14 +140,14 @@ class ScriptedEngine:
     def step(self) -> tuple[EngineCoreOutputs | None, bool]:
         assert self.loop is not None
         self.num_steps += 1
-        for request in list(self.waiting):
-            self._schedule(request)
+        with self._steps.scheduling():
+            for request in list(self.waiting):
+                self._schedule(request)
         outputs = []
         scheduled = {
             r.request_id: min(self.chunk_tokens, r.num_tokens - r.num_computed_tokens)
             for r in self.running.values()
         }
-        self._steps.num_launched = self.num_steps
         self.loop.on_step(scheduled)
         for layer in self.layers_told:
             self.loop.on_layer(layer)
