@@ -32,6 +32,7 @@ OWNED: Mapping[str, str] = {
     "kv_events_config": "[scheduler]",
     "ec_transfer_config": "cluster.mode",
     "scheduler_cls": "[scheduler]",
+    "scheduling_policy": "[scheduler]",
     "worker_cls": "cluster.device",
     "worker_extension_cls": "[mempool]",
     "distributed_executor_backend": "cluster.tp",

@@ -5,9 +5,9 @@
 A CPU's host is kept by the rest of its step: p reserves after that, and then s begins. A link that
 copies in s's own thread is done at once, but takes a turn for each portion; of another one's end s
 hears a step later. A GPU's host is kept only while it launches, and then serves while the step is
-computed: p reserves and inserts, s begins and hears of the end. But of what s is computing now, for
-others that begin like this prompt, the last blocks are written when the step ends. What either has
-in DRAM it brings to HBM first.
+computed, so what follows the first command mostly waits no more. But of what s is computing now,
+for others that begin like this prompt, the last blocks are written when the step ends. What either
+has in DRAM it brings to HBM first.
 
 What fetches from s were late lately beyond all that comes on top (`fetch_times.py`); early they can
 only be for want of such waits, so round trips and link are the least.
@@ -64,8 +64,13 @@ class FetchCost:
         if not self._serves_inside:
             rest_s, _ = _steps(queue_s, loads)
             return Waits(queue_s, rest_s + loads.decode_s / 2)
-        launching_s = np.minimum(queue_s, loads.each_s(_launching_s))
-        return Waits(queue_s, 2 * launching_s + loads.decode_s * DECODE_LAUNCH**2)
+        launch_s = loads.each_s(lambda cost: cost.launch_s(cost.profile.chunk_tokens))
+        chunk_s = loads.each_s(lambda cost: cost.exec_s(cost.profile.chunk_tokens))
+        step_s = np.clip(loads.head_s, launch_s, chunk_s)
+        # A command that comes at any time of a step meets its launch by that one's share, and then
+        # waits for half of it.
+        launching_s = np.minimum(queue_s, launch_s**2 / (2 * step_s))
+        return Waits(queue_s, launching_s + loads.decode_s * (DECODE_LAUNCH**2 / 2))
 
     def seconds(
         self, offer: Offer, missing: Counts, waits: Waits, swap_s: Seconds | None, loads: Loads
@@ -106,11 +111,3 @@ def _steps(queue_s: Seconds, loads: Loads) -> tuple[Seconds, Seconds]:
     is_last = (loads.num_prefills == 1) & (queue_s <= chunk_s)
     rest_s = np.where(is_last, queue_s, np.minimum(queue_s, chunk_s / 2))
     return rest_s, np.where(is_last, 0.0, np.minimum(queue_s, chunk_s))
-
-
-def _launching_s(cost: CostModel) -> float:
-    """What a command waits on average that comes at any time of a long step: it meets the launch by
-    that one's share, and then waits for half of it."""
-    chunk = cost.profile.chunk_tokens
-    mean_s: float = cost.launch_s(chunk) ** 2 / (2 * cost.exec_s(chunk))
-    return mean_s

@@ -4,7 +4,7 @@ Collaborators: `main.py` builds the engine here; `engine_loop.py` steps it throu
 `connector.py` is built by vLLM itself, and finds its host in the configuration made here.
 
 The engine is an unmodified vLLM wheel. What this module reaches into: the constructor and `step_fn`
-of `EngineCore`, its executor's two calls that launch a step (`step_outputs.py`), the scheduler's
+of `EngineCore`, the calls that schedule and launch a step (`step_outputs.py`), the scheduler's
 queues, and the list of KV layouts that the CPU backend admits to.
 Inside the block pool: `engine_pool.py`; the one call that allocates the KV cache: `kv_layout.py`.
 """

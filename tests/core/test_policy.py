@@ -263,12 +263,21 @@ def test_an_engine_on_a_gpu_keeps_a_fetch_waiting_only_while_it_launches() -> No
     cluster.queue("P0", 30_000)
     chunk_s, launch_s = cluster.cost.exec_s(8192), cluster.cost.launch_s(8192)
     assert launch_s < chunk_s / 10
-    launching_s = 2 * launch_s**2 / (2 * chunk_s)  # two commands
+    launching_s = launch_s**2 / (2 * chunk_s)
     assert fetch_s(cluster, 8000) == pytest.approx(TRIPS_S + launching_s, abs=2e-6)
     cluster.run("P1", 1000)
     decode_s = cluster.cost.decode_step_s(1, 1000)
     waits_s = fetch_s(cluster, 8000) - TRIPS_S
-    assert waits_s == pytest.approx(launching_s + decode_s / 4, abs=2e-6)
+    assert waits_s == pytest.approx(launching_s + decode_s / 8, abs=2e-6)
+
+
+def test_a_short_prompt_is_launched_all_the_time() -> None:
+    cluster = at_once("ipc", H200)
+    exec_s, launch_s = cluster.cost.exec_s(256), cluster.cost.launch_s(256)
+    assert exec_s < 1.5 * launch_s
+    cluster.queue("P0", 256)
+    waits_s = fetch_s(cluster, 8000) - TRIPS_S
+    assert waits_s == pytest.approx(launch_s**2 / (2 * exec_s), rel=1e-3)
 
 
 def test_what_the_source_is_computing_just_now_is_waited_for() -> None:

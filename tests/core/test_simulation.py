@@ -19,7 +19,7 @@ from memserve.core.cost_model import CostModel
 from memserve.core.mode import parse_mode
 from memserve.scheduler_settings import scheduler_settings
 from memserve.simulator.clock import EventQueue
-from memserve.simulator.engine import EngineLimits
+from memserve.simulator.engine import EngineLimits, Step
 from memserve.simulator.link import SimulatedLink, Ways
 from memserve.simulator.setup import MODELS, Options, cluster, costs, load
 from memserve.simulator.simulation import Result, Setup, Simulation
@@ -437,6 +437,19 @@ def test_what_ended_is_noticed_as_soon_as_the_step_is_launched() -> None:
     first_ends = [one.jct_s or 0 for one, _ in (at_end, late, early)]
     assert first_ends[0] - first_ends[1] == pytest.approx(0.02 - 0.015)
     assert first_ends[0] - first_ends[2] == pytest.approx(0.02 - 0.011)
+
+
+@pytest.mark.parametrize(
+    ("now", "end", "served"),
+    [(0.002, 0.01, 0.005), (0.012, 0.02, 0.015), (0.017, 0.02, 0.017), (0.02, 0.02, 0.02)],
+)
+def test_a_command_ends_a_run_of_steps_and_is_served_inside(
+    now: float, end: float, served: float
+) -> None:
+    """Three steps of 10 ms, each launched in half of that."""
+    step = Step([], [], num_steps=3, begun=0.0, first_s=0.01, launch_s=0.005)
+    step.cut(now)
+    assert (step.end, step.served_at(now)) == pytest.approx((end, served))
 
 
 def test_a_cancelled_transfer_ends_with_an_error() -> None:
