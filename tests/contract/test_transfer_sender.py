@@ -202,6 +202,23 @@ def test_history_is_read_only_after_the_step_that_writes_it() -> None:
     fetch.pair.check(fetch.tokens)
 
 
+def test_history_waits_for_the_last_of_the_steps_that_write_it() -> None:
+    fetch = Fetch(num_computed=12, num_in_flight=4)
+    p = fetch.pair.p
+    p.compute("more", prompt(12))
+    assert p.extend("more", prompt(16))
+    p.engine.finish("more")
+    fetch.order()
+    while p.steps.num_ended < p.steps.num_launched:
+        p.transfers.poll()
+        assert p.take() == []
+        p.steps.num_ended += 1
+    p.end_step()
+    p.transfers.poll()
+    fetch.pair.commit(p.only(Sent))
+    fetch.pair.check(fetch.tokens)
+
+
 def test_history_does_not_wait_for_the_steps_of_others() -> None:
     fetch = Fetch()
     fetch.pair.p.compute("busy", prompt(8, seed=1))
