@@ -15,7 +15,9 @@ Only for benchmarks: it puts another policy in the place of the scheduler's.
 
 from __future__ import annotations
 
+import json
 import os
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,41 @@ from memserve.core.policy import Demand, Fetching, Placement, Policy, Split, wit
 from memserve.types import InstanceId
 
 PROFILE = "MEMSERVE_BENCH_PROFILE"
+REQUEST_TIMEOUT_S = 120.0
 
 
 def header(instance: InstanceId, fetching: Fetching) -> str:
     """The `X-Session-Id` that steers a request."""
     return f"steer {instance} {fetching.value}"
+
+
+def complete(
+    url: str,
+    prompt: list[int],
+    instance: InstanceId,
+    fetching: Fetching,
+    max_tokens: int,
+    **fields: Any,
+) -> dict[str, Any]:
+    """The answer to a greedy completion of so many tokens, steered. `fields`: more of the body.
+
+    Raises: OSError if it fails, or takes too long.
+    """
+    body = {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        **fields,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "X-Session-Id": header(instance, fetching)},
+    )
+    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
 
 
 class SteeredPolicy:

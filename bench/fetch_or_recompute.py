@@ -34,7 +34,6 @@ import random
 import statistics
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,11 @@ import msgspec
 from bench._fetch_replay import SOURCE, TARGET, Replay
 from bench._report import Scalar, parser, publish
 from bench._serve import get, pin_instances, released, serving
-from bench._steered import PROFILE, header
+from bench._steered import PROFILE, REQUEST_TIMEOUT_S, complete
 from memserve import profiles
 from memserve.core.policy import Fetching
 from memserve.types import InstanceId
 
-REQUEST_TIMEOUT_S = 120.0
 FIRST_TOKEN, LAST_TOKEN = 1000, 10_000
 """Prompts are random ids between these: no special tokens, in any vocabulary."""
 GENERATED_TOKENS = 48
@@ -83,9 +81,9 @@ class Case(msgspec.Struct):
     """The prompt that the source computes meanwhile; 0: none."""
     elapsed: float
     """Of its time: what has passed when the request comes."""
-    samples: list[Sample] = []
     generating: int = 0
     """Requests that the source generates for meanwhile."""
+    samples: list[Sample] = []
 
     @property
     def name(self) -> str:
@@ -153,20 +151,7 @@ class Server:
         max_tokens: int = 1,
     ) -> dict[str, Any]:
         """The steps of the request's timeline by name, once nobody holds anything for it."""
-        body = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
-        request = urllib.request.Request(
-            f"{self._url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "X-Session-Id": header(instance, fetching)},
-        )
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
-            answer = json.load(response)
+        answer = complete(self._url, prompt, instance, fetching, max_tokens, model=self._model)
         steps: dict[str, Any] = released(self._url, answer["id"])
         return steps
 
@@ -345,7 +330,7 @@ def _cases(args: argparse.Namespace) -> list[Case]:
             found |= {(length, held, own, 0, 0.0, 0) for own in owns if own < held}
             found |= {(length, held, 0, busy, at, 0) for busy in args.busy for at in args.elapsed}
             found |= {(length, held, 0, 0, 0.0, count) for count in args.generating}
-    return [Case(*key[:5], generating=key[5]) for key in sorted(found)]
+    return [Case(*key) for key in sorted(found)]
 
 
 def _spread(samples: list[float]) -> float:

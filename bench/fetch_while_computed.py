@@ -12,24 +12,21 @@ both instances share it.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import threading
 import time
-import urllib.request
 from typing import Any
 
+from bench._fetch_replay import SOURCE, TARGET
 from bench._report import parser, publish
 from bench._serve import get, released, serving
-from bench._steered import header
+from bench._steered import REQUEST_TIMEOUT_S, complete
 from memserve.core.policy import Fetching
 from memserve.types import InstanceId
 
-SOURCE, TARGET = InstanceId("PD0"), InstanceId("PD1")
 FIRST_TOKEN, LAST_TOKEN = 1000, 9000
 QUESTION_TOKENS, REPLY_TOKENS = 37, 24
-REQUEST_TIMEOUT_S = 120.0
 
 
 class Server:
@@ -44,25 +41,10 @@ class Server:
         return [self._rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(count)]
 
     def ask(
-        self, prompt: list[int], instance: InstanceId, way: Fetching, count: int, salt: str = ""
+        self, prompt: list[int], instance: InstanceId, way: Fetching, count: int, **fields: Any
     ) -> dict[str, Any]:
-        """The answer of so many tokens."""
-        body = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": count,
-            "temperature": 0,
-            "ignore_eos": True,
-            **({"cache_salt": salt} if salt else {}),
-        }
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "X-Session-Id": header(instance, way)},
-        )
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
-            answer: dict[str, Any] = json.load(response)
-        return answer
+        """See `complete`."""
+        return complete(self.url, prompt, instance, way, count, model=self._model, **fields)
 
 
 def fetch_once(server: Server, length: int, delay_s: float, number: int) -> dict[str, Any]:
@@ -76,7 +58,9 @@ def fetch_once(server: Server, length: int, delay_s: float, number: int) -> dict
     answer = server.ask(prompt, TARGET, Fetching.ALWAYS, REPLY_TOKENS)
     computing.join(REQUEST_TIMEOUT_S)
     steps = released(server.url, answer["id"])
-    reference = server.ask(prompt, TARGET, Fetching.NEVER, REPLY_TOKENS, salt=f"alone {number}")
+    reference = server.ask(
+        prompt, TARGET, Fetching.NEVER, REPLY_TOKENS, cache_salt=f"alone {number}"
+    )
     return {
         "was_fetched": "fetched" in steps,
         "was_computing": was_computing,

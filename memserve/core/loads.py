@@ -104,7 +104,7 @@ class Loads:
         """Of computing the prompts that were placed there, as if none had begun."""
         self.head_s: Seconds = np.zeros(count)
         """Of the prompt that is computed now: they count as equally long."""
-        self.head_since: Seconds = np.zeros(count)
+        self._head_since: Seconds = np.zeros(count)
         self._patience_s: Seconds = np.full(count, np.inf)
         """After so long, that one is late."""
         for slot in range(count):
@@ -141,14 +141,14 @@ class Loads:
         """A request has something to do there. Time: O(1)."""
         slot = self.slots[instance]
         if share.prefill_s and not self.num_prefills[slot]:
-            self.head_since[slot] = now
+            self._head_since[slot] = now
         self._count(slot, share, 1)
 
     def remove(self, instance: InstanceId, share: Share, now: float) -> None:
         """What was added before has been done, or given up."""
         slot = self.slots[instance]
         if share.prefill_s and not share.is_fetching:
-            self.head_since[slot] = now
+            self._head_since[slot] = now
         self._count(slot, share, -1)
 
     def _count(self, slot: int, share: Share, sign: int) -> None:
@@ -238,7 +238,7 @@ class Loads:
         The first one's share shrinks as time passes, but the others are still to come. One that is
         late beyond patience is taken to be late for as long again: its instance may hang.
         """
-        elapsed_s = np.maximum(now - self.head_since, 0.0)
+        elapsed_s = np.maximum(now - self._head_since, 0.0)
         left_s = np.maximum(self.head_s - elapsed_s, elapsed_s - self._patience_s)
         queue: Seconds = self.prefill_s - self.head_s + np.maximum(left_s, 0.0)
         return queue

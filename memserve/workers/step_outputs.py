@@ -10,6 +10,8 @@ thread has nothing to do. So the executor's futures are wrapped, and whoever ask
 serves the worker meanwhile. Where the model has computed when the executor's call returns (one rank
 on the CPU), there is nothing to wait for, and nothing is served.
 
+The scheduler's call is wrapped as well: what it publishes is written by the step that it composes.
+
 The thread knows nothing but `Future.result`: neither CUDA's events nor the queues of vLLM's ranks
 can be waited for together with a socket. It runs only while the other one serves.
 
